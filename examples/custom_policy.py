@@ -29,7 +29,7 @@ class DeepestFirst:
 
 
 def hit_rate(policy: object) -> float:
-    """Replay 400 requests on a small pool. Returns the share of prompt tokens that were cached."""
+    """Replay 400 requests on a small pool. Return the share of prompt tokens that were cached."""
     layer = LayerSpec("token", attention_fields(2, 64, "bf16"))
     clock = VirtualClock()
     cache = KVCache(PoolLayout.build({"layer": layer}), slabs=40, policy=policy, clock=clock)  # type: ignore[arg-type]

@@ -59,7 +59,7 @@ def server(keys: Path) -> Iterator[str]:
 
 
 def cached_tokens(url: str, key: str) -> str:
-    """Ask with a tenant's key. Returns how many prompt tokens its cache had."""
+    """Ask with a tenant's key. Return how many prompt tokens its cache had."""
     body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)

@@ -14,7 +14,7 @@ PROMPT = "# A module with many small functions.\n" + "".join(
 
 
 def ask(directory: str) -> tuple[str, int, int]:
-    """One process life: open the tier, answer, close. Returns the text, the cached tokens and the prompt tokens."""
+    """One process life: open the tier, answer, close. Return the text, the cached tokens and the prompt tokens."""
     tiers = ["host:64MiB", f"disk:{directory}:256MiB"]
     # By default the engine loads or computes, whichever it has measured to be faster. A new process has measured nothing.
     llm = LLM("kvloom-llama", pool_bytes=64 << 20, tiers=tiers, load="always")

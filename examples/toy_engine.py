@@ -150,7 +150,7 @@ class ToyEngine:
         self.offloaded += int(transfer.ok.sum())
 
     def load(self, tokens: list[int], match: Match) -> Match:
-        """Load the pages that the tier has and the pool lacks. Returns the longer match."""
+        """Load the pages that the tier has and the pool lacks. Return the longer match."""
         loading = self.cache.loading
         plan = loading.plan(match)
         while queries := plan.next_queries():

@@ -6,10 +6,12 @@ examples on every run, or (make fuzz) new ones each time; a machine that runs th
 
 import gc
 import os
+import re
 import shutil
 import signal
 import sys
 from collections.abc import Generator, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -75,16 +77,31 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+SHARED_SERVERS = {"server", "observed", "guarded", "small"}
+"""Fixtures of tests/serve/conftest.py that start a server for several files."""
+
+
+@cache
+def uses_shared_server(file: str) -> bool:
+    """Return whether a function of a test file has a shared server as argument."""
+    text = (Path(__file__).parent.parent / file).read_text(encoding="utf-8")
+    own = set(re.findall(r"^def (\w+)\(", text, re.MULTILINE))
+    arguments = " ".join(re.findall(r"^def \w+\((.*?)\) ->", text, re.MULTILINE | re.DOTALL))
+    return bool((SHARED_SERVERS - own) & set(re.findall(r"\w+", arguments)))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """With `--dist loadfile`, one process runs all of `tests/serve`: these files share servers, whose start is expensive."""
+    """With `--dist loadfile`, one process runs all files that share servers, because the start of a server takes long."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "tests/serve" if nodeid.startswith("tests/serve/") else super()._split_scope(nodeid)
+            file = nodeid.partition("::")[0]
+            is_shared = file.startswith("tests/serve/") and uses_shared_server(file)
+            return "tests/serve" if is_shared else super()._split_scope(nodeid)
 
     return Scheduling(config, log)
 

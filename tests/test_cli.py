@@ -1,15 +1,18 @@
 """The command as a user runs it: its output and its exit code, of a process or of `main`, which is faster."""
 
+import argparse
 import json
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from kvloom.arguments import elapsed
+from kvloom.arguments import Parser, elapsed
 from kvloom.cli import COMMANDS, main
 
 
@@ -43,6 +46,26 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert done.returncode == 0
     assert "usage: kvloom" in done.stdout
     assert done.stderr == ""
+
+
+def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Yield a parser and the parsers of its subcommands."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in dict.fromkeys(action.choices.values()):
+                yield from parsers(below)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_and_argument_is_described(name: str) -> None:
+    module, words = COMMANDS[name]
+    command = Parser(prog=f"kvloom {name}", description=words)
+    import_module(module).arguments(command)
+    for parser in parsers(command):
+        assert parser.description, parser.prog
+        for action in parser._actions:
+            assert action.help or isinstance(action, argparse._SubParsersAction), (parser.prog, action.dest)
 
 
 def test_plan_in_json() -> None:
@@ -328,9 +351,9 @@ def test_a_missing_package_is_named_with_a_remedy() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_the_plan_in_the_readme_is_what_the_command_prints() -> None:
-    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-    shown = readme.partition("```console\n$ kvloom plan ")[2].partition("```")[0]
+def test_the_plan_in_the_docs_is_what_the_command_prints() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "sizing.md").read_text(encoding="utf-8")
+    shown = page.partition("```console\n$ kvloom plan ")[2].partition("```")[0]
     command, _, output = shown.partition("\n")
     printed = kvloom("plan", *command.split()).stdout
     assert [line.rstrip() for line in printed.splitlines()] == output.splitlines()

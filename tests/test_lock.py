@@ -44,6 +44,13 @@ def test_the_lock_names_no_registry() -> None:
     assert not [entry for entry in LOCKED if "://" in entry]
 
 
+def test_the_licence_of_every_locked_package_is_listed() -> None:
+    text = (ROOT / "docs/security.md").read_text(encoding="utf-8")
+    table = text.partition("<!-- licences")[2].partition("<!-- end of licences")[0]
+    listed = {canonicalize_name(name) for name in re.findall(r"[\w.-]+(?=,| \|\n)", table)}
+    assert not versions().keys() - listed, "run `python tools/licences.py`"
+
+
 def test_the_bill_of_materials_adds_nothing_to_the_locked_environment() -> None:
     """Its tool has no hashes: an own environment keeps it, and its packages, out of the bill."""
     if shutil.which("make") is None:

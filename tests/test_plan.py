@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 from rich.console import Console
 
 from kvloom.arguments import parse_size
-from kvloom.models.specs import known_models, load_spec, with_draft
+from kvloom.models.specs import ModelError, known_models, load_config, load_spec, with_draft, with_head
 from kvloom.plan import Load, Plan, PlanError, format_bytes, make_plan, render
 
 GIB = 2**30
@@ -84,6 +84,22 @@ def test_a_draft_shares_the_pool() -> None:
     got = make_plan(both, Load(4096))
     assert got.to_dict()["bytes_per_token"] == 327_680 + 32_768
     assert [row["group"] for row in got.to_dict()["groups"]] == ["full #0", "draft full #1"]
+
+
+def test_a_head_shares_the_pool() -> None:
+    both = with_head(load_spec("deepseek-v3"), load_config("deepseek-v3"), "mtp")
+    got = make_plan(both, Load(4096)).to_dict()
+    assert got["bytes_per_token"] == 61 * 576 * 2 + 576 * 2 + 7168 * 2
+    assert [row["group"] for row in got["groups"]] == ["full #0", "draft full #1"]
+
+
+def test_heads_that_do_not_exist_are_refused() -> None:
+    spec, config = load_spec("llama-3.1-8b"), load_config("llama-3.1-8b")
+    for head, words in (("medusa", "use mtp or eagle=FOLDER"), ("eagle=/no/folder", "there is no file")):
+        with pytest.raises(ModelError, match=words):
+            with_head(spec, config, head)
+    with pytest.raises(ModelError, match="num_nextn_predict_layers is 0"):
+        with_head(spec, {**config, "num_nextn_predict_layers": 0}, "mtp")
 
 
 @pytest.mark.parametrize(

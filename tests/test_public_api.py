@@ -25,7 +25,7 @@ NAMES = [
 
 @cache
 def documented_assignments() -> set[str]:
-    """Names that are assigned at the top of a module and documented by the string after the assignment."""
+    """Name that are assigned at the top of a module and documented by the string after the assignment."""
     found = set()
     for path in sorted((ROOT / "src/kvloom").rglob("*.py")):
         body = ast.parse(path.read_text(encoding="utf-8")).body

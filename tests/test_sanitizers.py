@@ -28,7 +28,7 @@ SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 
 
 def runtime(name: str) -> str:
-    """Returns the path of a sanitizer's library. Skips the test without a compiler that has it."""
+    """Return the path of a sanitizer's library. Skips the test without a compiler that has it."""
     if shutil.which("gcc") is None:
         pytest.skip("gcc is not installed: the native code cannot be built with sanitizers")
     path = subprocess.run(["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True)
@@ -39,7 +39,7 @@ def runtime(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def sanitized(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Builds all native code with sanitizers beside a copy of the package. Returns the environment of a process that
+    """Build all native code with sanitizers beside a copy of the package. Return the environment of a process that
     imports this copy."""
     libraries = [runtime("libasan.so"), runtime("libubsan.so")]
     include = sysconfig.get_paths()["include"]

@@ -353,12 +353,12 @@ LAYERED = ["tiers"]
 
 
 def folder(module: str) -> str:
-    """Returns the package of a module: itself for an `__init__`."""
+    """Return the package of a module: itself for an `__init__`."""
     return module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
 
 
 def imported(module: str) -> Iterator[tuple[str, str, int]]:
-    """Yields (module, name, line) of every `from … import`, with absolute module names."""
+    """Yield (module, name, line) of every `from … import`, with absolute module names."""
     for node in nodes(module):
         if isinstance(node, ast.ImportFrom):
             base = node.module or ""

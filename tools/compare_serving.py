@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -128,20 +130,15 @@ def main() -> None:
             print(f"{name} started in {results['start_s'][name]} s", flush=True)
         servers = [(name, f"http://127.0.0.1:{ports[name]}") for name in commands]
         for work, requests in zip(options.work, options.requests, strict=False):
-
-            def measure(
-                rates: list[float], seconds: float, work: str = work, requests: int = requests
-            ) -> list[dict[str, Any]]:
-                rows = online.measure(
-                    servers, work, rates, seconds, requests, options.clients, tokenizer=tokenizer, model="m"
-                )
-                results["rows"] += [{"work": work, **row} for row in rows]
-                options.out.write_text(json.dumps(results, indent=1))
-                return rows
-
-            measure([float("inf")], 0.0, requests=max(8, requests // 8))  # warm-up
-            full = min(row["requests_per_second"] for row in measure([float("inf")], 0.0))
-            measure([round(share * full, 2) for share in options.shares], options.seconds)
+            load = online.OnlineLoad(
+                work, options.seconds, requests, options.clients, tokenizer=tokenizer, model="m"
+            )
+            online.measure(servers, replace(load, requests=max(8, requests // 8)), [math.inf])  # warm-up
+            rows = online.measure(servers, load, [math.inf])
+            full = min(row["requests_per_second"] for row in rows)
+            rows += online.measure(servers, load, [round(share * full, 2) for share in options.shares])
+            results["rows"] += [{"work": work, **row} for row in rows]
+            options.out.write_text(json.dumps(results, indent=1))
     finally:
         for process in processes.values():
             process.terminate()

@@ -326,7 +326,7 @@ def redis(port: int, folder: Path) -> Callable[[], AbstractContextManager[subpro
 
 
 def damage(folder: Path) -> int:
-    """Change bytes in every large file of a folder. Returns the number of files."""
+    """Change bytes in every large file of a folder. Return the number of files."""
     count = 0
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.stat().st_size > 1 << 16:

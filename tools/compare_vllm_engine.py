@@ -122,7 +122,7 @@ class Engine:
 
 
 def timed_connector() -> Callable[[], float]:
-    """Measure the calls of the worker's connector. Returns a function that returns the seconds since its last call."""
+    """Measure the calls of the worker's connector. Return a function that returns the seconds since its last call."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     spent = [0.0]

@@ -21,7 +21,7 @@ _FROM_DOCS = re.compile(r"\]\(\.\./([^)#\s]+)")
 
 
 def on_files(files: Any, *, config: Any) -> Any:
-    """Add the pages beside docs/, the icon, and the sources that pages link. Returns the files of the site."""
+    """Add the pages beside docs/, the icon, and the sources that pages link. Return the files of the site."""
     from mkdocs.structure.files import File
 
     for name, target in PAGES.items():

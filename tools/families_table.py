@@ -30,7 +30,7 @@ __all__ = ["FILE", "REFUSED", "encoder_decoder_table", "main", "table"]
 FILE = Path(__file__).parent.parent / "docs" / "models.md"
 REFUSED = {
     **REFUSED_FAMILIES,
-    "gemma3n": "its image part needs the package timm; gemma3n_text runs",
+    "gemma3n": "the image part needs the package timm (pip install timm); it then runs, with images and audio",
 }
 """The families that do not run, and the reason."""
 NOT_CAPTURED = {"gemma3n_text"}

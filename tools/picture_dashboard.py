@@ -2,8 +2,9 @@
 
     .venv/bin/python tools/picture_dashboard.py docs/images --pool 24MiB --tier host:24MiB --tier disk:FOLDER:1GiB --speculate suffix
 
-Needs playwright, pillow and a Chromium. Starts a server of three tenants, lets them talk for a while, and writes dashboard.png,
-dashboard-dark.png, dashboard-phone.png and dashboard-request.png. Options that it does not know are kvloom serve's.
+Needs playwright, pillow and a Chromium. Starts a server of three tenants, sends requests for a while, and writes the files of
+PICTURES and dashboard-request.png. Options that it does not know are those of `kvloom serve`. Run it on an idle machine, or the
+pictures show the latency of a busy one.
 """
 
 from __future__ import annotations
@@ -34,8 +35,14 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 TENANTS = ("search", "assistant", "batch")
-PICTURES = (("dashboard", "light", 1280), ("dashboard-dark", "dark", 1280), ("dashboard-phone", "light", 390))
-"""Name, colour scheme and width of each picture."""
+OVERVIEW_HEIGHT = 890
+PICTURES = (
+    ("overview", "light", 1280, False),
+    ("overview-dark", "dark", 1280, False),
+    ("dashboard", "light", 1280, True),
+    ("dashboard-phone", "light", 390, True),
+)
+"""Name, colour scheme and width of each picture, and whether it shows the whole page instead of its top."""
 TOPICS = ("json", "argparse", "heapq", "csv", "textwrap", "random", "bisect", "queue")
 
 
@@ -44,14 +51,15 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="where the pictures go")
     parser.add_argument("--model", default="kvloom-hybrid", help="default: kvloom-hybrid")
     parser.add_argument("--pool", default="96MiB", help="memory for the cache (default: 96MiB)")
-    parser.add_argument("--seconds", type=float, default=90.0, help="how long to let them talk (default: 90)")
+    parser.add_argument("--seconds", type=float, default=90.0, help="how long to send requests (default: 90)")
+    parser.add_argument("--clients", type=int, default=7, help="number of clients (default: 7)")
     args, more = parser.parse_known_args()
     keys = {name: secrets.token_hex(16) for name in (*TENANTS, "admin")}
     with serving(args.model, args.pool, keys, more) as url:
         stop = threading.Event()
         threads = [
             threading.Thread(target=talk, args=(url, keys[name], seed, stop), daemon=True)
-            for seed, name in enumerate(itertools.islice(itertools.cycle(TENANTS), 7))
+            for seed, name in enumerate(itertools.islice(itertools.cycle(TENANTS), args.clients))
         ]
         for thread in threads:
             thread.start()
@@ -65,7 +73,7 @@ def main() -> None:
 
 @contextmanager
 def serving(model: str, pool: str, keys: dict[str, str], more: list[str]) -> Iterator[str]:
-    """A server with these keys; its address."""
+    """Start a server with these keys, and yield its address."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "keys.json"
         rules = {
@@ -94,7 +102,7 @@ def serving(model: str, pool: str, keys: dict[str, str], more: list[str]) -> Ite
 
 
 def talk(url: str, key: str, seed: int, stop: threading.Event) -> None:
-    """A tenant's traffic: questions about a few long documents, and conversations that go on from their answers."""
+    """Send the requests of a tenant: questions about a few long documents, and conversations that continue."""
     draw = random.Random(seed)
     documents = []
     for topic in TOPICS:
@@ -128,9 +136,9 @@ def take(url: str, key: str, folder: Path) -> None:
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"))
-        for name, scheme, width in PICTURES:
+        for name, scheme, width, whole in PICTURES:
             page = browser.new_page(
-                viewport={"width": width, "height": 1080},
+                viewport={"width": width, "height": OVERVIEW_HEIGHT},
                 color_scheme=scheme,  # type: ignore[arg-type]
             )
             page.goto(f"{url}/dashboard")
@@ -139,7 +147,7 @@ def take(url: str, key: str, folder: Path) -> None:
             page.wait_for_selector("#legend button")
             page.wait_for_timeout(4000)
             file = folder / f"{name}.png"
-            page.screenshot(path=file, full_page=True)
+            page.screenshot(path=file, full_page=whole)
             shrink(file)
             if name == "dashboard":
                 take_request(page, folder / "dashboard-request.png")
@@ -148,7 +156,7 @@ def take(url: str, key: str, folder: Path) -> None:
 
 
 def take_request(page: Page, file: Path) -> None:
-    """A picture of the explanation of the finished request with the most phases."""
+    """Take a picture of the explanation of the finished request with the most phases."""
     rows = page.locator("#requests-table tbody tr", has_text=re.compile("length|stop"))
     most, best = 0, 0
     for place in range(min(12, rows.count())):
@@ -165,7 +173,7 @@ def take_request(page: Page, file: Path) -> None:
 
 
 def shrink(file: Path) -> None:
-    """A picture of a page needs few colours: a third of the bytes, and nobody sees it."""
+    """Reduce a picture to 256 colours. The file then has a third of the bytes, and looks the same."""
     from PIL import Image
 
     with Image.open(file) as image:

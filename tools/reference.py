@@ -27,7 +27,8 @@ PACKAGES = {
     "kvloom.tiers": "Tiers, transfers and encodings. See [tiers.md](tiers.md).",
     "kvloom.engine": "The engine and its configuration. See [engine.md](engine.md).",
 }
-WITH_METHODS = ("LLM", "SamplingParams", "Cache", "Objective")
+ENGINE_COMMANDS = ("generate", "chat", "serve")
+"""Commands that share the arguments of an engine."""
 
 
 # -- commands ---------------------------------------------------------------------------------------
@@ -47,17 +48,44 @@ def cli_page() -> str:
         + "\n".join(f"| [`kvloom {name}`](#kvloom-{name}) | {what} |" for name, (_, what) in COMMANDS.items())
         + "\n",
     ]
-    for name, (module, what) in COMMANDS.items():
-        parser = Parser(prog=f"kvloom {name}")
-        import_module(module).arguments(parser)
+    tables = {name: _argument_rows(_parser(name)) for name in COMMANDS}
+    shared = [row for row in tables["generate"] if all(row in tables[name] for name in ENGINE_COMMANDS)]
+    for name, (_, what) in COMMANDS.items():
         parts.append(f"## kvloom {name}\n\n{what}\n")
+        rows = tables[name]
+        if name in ENGINE_COMMANDS:
+            rows = [row for row in rows if row not in shared]
+            parts.append("The command also has the [arguments of an engine](#arguments-of-an-engine).\n")
         if name == "bench":
             listed = "\n".join(f"| `{bench}` | {about} |" for bench, about in BENCHMARKS.items())
             parts.append(f"| benchmark | measures |\n|---|---|\n{listed}\n")
             parts.append("`kvloom bench BENCHMARK --help` lists the arguments of a benchmark.\n")
-        elif rows := _argument_rows(parser):
-            parts.append("| argument | meaning |\n|---|---|\n" + "\n".join(rows) + "\n")
+        elif name == "tiers":
+            parts += _subcommands(_parser(name))
+        elif rows:
+            parts.append(_table(rows))
+    commands = ", ".join(f"`kvloom {name}`" for name in ENGINE_COMMANDS)
+    parts.append(f"## Arguments of an engine\n\n{commands} have these arguments, too.\n\n{_table(shared)}")
     return "\n".join(parts)
+
+
+def _parser(name: str) -> argparse.ArgumentParser:
+    parser = Parser(prog=f"kvloom {name}")
+    import_module(COMMANDS[name][0]).arguments(parser)
+    return parser
+
+
+def _subcommands(parser: argparse.ArgumentParser) -> list[str]:
+    """Return a heading, a description and a table for each subcommand of a parser."""
+    (action,) = (one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
+    return [
+        f"### {verb.prog}\n\n{verb.description}\n\n{_table(_argument_rows(verb))}"
+        for verb in action.choices.values()
+    ]
+
+
+def _table(rows: list[str]) -> str:
+    return "| argument | meaning |\n|---|---|\n" + "\n".join(rows) + "\n"
 
 
 def _argument_rows(parser: argparse.ArgumentParser) -> list[str]:

@@ -237,7 +237,7 @@ def _needed(name: str) -> bool:
 
 
 def imports(tree: ast.AST, must: bool = True) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
-    """Imports that run with a module, and whether they must succeed. Those in functions do not run with it."""
+    """Import that run with a module, and whether they must succeed. Those in functions do not run with it."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node, must

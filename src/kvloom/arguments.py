@@ -122,7 +122,7 @@ def memory(text: str) -> int:
 
 def dtype(text: str) -> str:
     """An argparse type for a weight dtype: auto, a name of torch such as bfloat16, or a short name such as bf16.
-    Returns auto or torch's name."""
+    Return auto or torch's name."""
     found = DTYPES.get(text.lower(), text.lower())
     if found not in DTYPES.values():
         raise argparse.ArgumentTypeError(

@@ -35,7 +35,8 @@ REFUSED = {
         "engine",
         "speculate draft=MODEL, mtp, eagle=FOLDER",
         "a vision or audio model",
-        "draft models and heads read neither images nor audio: use speculate ngram or suffix with this model",
+        "draft models and heads read neither images nor audio: use speculate ngram or suffix with this model, or load its "
+        "text part alone (text_only, --text-only)",
     ),
     "draft model, head": Refused(
         "engine",
@@ -310,18 +311,6 @@ REFUSED = {
         "speculate draft=MODEL, mtp, eagle=FOLDER",
         "reuse_documents: speculate {name} also needs the draft's own K and V of a document: use ngram or suffix",
     ),
-    "documents, tensor parallel": Refused(
-        "engine",
-        "reuse_documents",
-        "tensor_parallel",
-        "reuse_documents: tensor_parallel {count}: documents are copied on one rank only: set tensor_parallel to 1",
-    ),
-    "documents, context parallel": Refused(
-        "engine",
-        "reuse_documents",
-        "context_parallel",
-        "reuse_documents: context_parallel {count}: documents are copied on one rank only: set context_parallel to 1",
-    ),
     "images, model": Refused(
         "request",
         "images",
@@ -387,7 +376,8 @@ REFUSED = {
         "engine",
         "tensor_parallel",
         "a vision or audio model",
-        "its image or audio part has no rule for several ranks: set tensor_parallel to 1",
+        "its image or audio part has no rule for several ranks: set tensor_parallel to 1, or load the text part alone "
+        "(text_only, --text-only)",
     ),
     "tensor parallel, quantised weights": Refused(
         "engine",
@@ -425,12 +415,6 @@ REFUSED = {
         "an elastic pool (max_pool_bytes)",
         "tensor_parallel {count}: the pools of all ranks have one fixed size: remove max_pool_bytes (--max-pool)",
     ),
-    "tensor parallel, static scales": Refused(
-        "engine",
-        "tensor_parallel",
-        "static scales (kv_scales)",
-        "tensor_parallel {count}: static scales are stored for whole layers: use kv_scales dynamic",
-    ),
     "tensor parallel, batch_invariant": Refused(
         "engine",
         "tensor_parallel",
@@ -448,7 +432,8 @@ REFUSED = {
         "engine",
         "context_parallel",
         "a vision model",
-        "tokens of one image see each other, and the merge of ranks has no such mask: set context_parallel to 1",
+        "tokens of one image see each other, and the merge of ranks has no such mask: set context_parallel to 1, or load "
+        "the text part alone (text_only, --text-only)",
     ),
     "context parallel, own cache": Refused(
         "engine",

@@ -23,7 +23,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the script. Returns the exit status."""
+    """Print the script. Return the exit status."""
     import shtab
 
     parser = full_parser()

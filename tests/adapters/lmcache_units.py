@@ -438,7 +438,7 @@ def manager(*specs: dict[str, Any]) -> Iterator[StorageManager]:
 
 
 def write(one: StorageManager, names: list[ObjectKey], seed: int = 0) -> list[bytes]:
-    """Write objects to L1. Returns their bytes."""
+    """Write objects to L1. Return their bytes."""
     generator = torch.Generator().manual_seed(seed)
     reserved = one.reserve_write(names, LAYOUT)
     found = []
@@ -451,7 +451,7 @@ def write(one: StorageManager, names: list[ObjectKey], seed: int = 0) -> list[by
 
 
 def prefetch(one: StorageManager, names: list[ObjectKey]) -> tuple[int, list[bytes]]:
-    """Load a prefix into L1. Returns how many objects came from L2, and the bytes of the prefix."""
+    """Load a prefix into L1. Return how many objects came from L2, and the bytes of the prefix."""
     rows = [GroupedObjectKeys(keys=names, object_group_id=0, layout_desc=LAYOUT)]
     handle = one.submit_prefetch_task(PrefetchTaskSpec(key_groups=rows, num_kv_readers=1))
     assert one.wait_prefetch_status(handle, 60)

@@ -636,7 +636,7 @@ def controller(
 
 
 def backup(one: HiCacheController, pool: Any, tokens: list[int]) -> tuple[int, list[torch.Tensor]]:
-    """Store the pages of tokens. Returns the number of stored tokens, and the pages."""
+    """Store the pages of tokens. Return the number of stored tokens, and the pages."""
     indices = pool.alloc(len(tokens))
     pages = page_data(pool, indices)
     one.write_storage(indices, tokens, get_storage_hash_str(tokens, None, page_size=PAGE))
@@ -646,7 +646,7 @@ def backup(one: HiCacheController, pool: Any, tokens: list[int]) -> tuple[int, l
 
 
 def prefetch(one: HiCacheController, pool: Any, tokens: list[int]) -> tuple[int, int, list[torch.Tensor]]:
-    """Load the pages of tokens. Returns the tokens of the lookup's hit, the loaded tokens, and the loaded pages."""
+    """Load the pages of tokens. Return the tokens of the lookup's hit, the loaded tokens, and the loaded pages."""
     one.prefetch("request", tokens, None)
     operation = one.prefetch_hit_queue.get(timeout=60)
     hit = operation.storage_hit_count

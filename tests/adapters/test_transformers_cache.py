@@ -68,7 +68,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 def check_answers(model: Any, cache: Cache, prompts: list[list[int]], **options: Any) -> list[list[int]]:
-    """Compare a call with the cache and one without. Returns the tokens."""
+    """Compare a call with the cache and one without. Return the tokens."""
     found = generate(model, prompts, cache, **options)
     assert_same(found, generate(model, prompts, **options))
     cache._store.kv.check()

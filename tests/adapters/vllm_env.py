@@ -15,7 +15,7 @@ def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProce
 
 
 def run_vllm(**order: Any) -> dict[str, Any]:
-    """Run vllm_run.py in a process of its own. Returns its answer."""
+    """Run vllm_run.py in a process of its own. Return its answer."""
     done = run_python("-m", "tests.adapters.vllm_run", json.dumps(order))
     lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
     assert lines, done.stderr[-6000:] + done.stdout[-3000:]

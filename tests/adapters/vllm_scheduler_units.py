@@ -244,7 +244,7 @@ class Server:
         return names, sampled
 
     def run(self, *names: str, seconds: float = 60) -> dict[str, list[int]]:
-        """Run steps until the requests have ended, or all requests if no name is given. Returns the answers."""
+        """Run steps until the requests have ended, or all requests if no name is given. Return the answers."""
         until = time.monotonic() + seconds
         while any(name in self.scheduler.requests for name in names or list(self.answers)):
             assert time.monotonic() < until, {n: r.status for n, r in self.scheduler.requests.items()}

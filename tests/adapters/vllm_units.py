@@ -155,7 +155,7 @@ class Engine:
     def step(
         self, scheduled: dict[str, int] | None = None, tables: Any = None, states: Any = None
     ) -> tuple[set[str], set[str]]:
-        """One step of scheduler and worker. Returns the finished and the failed loads. `states` are the blocks of
+        """One step of scheduler and worker. Return the finished and the failed loads. `states` are the blocks of
         states that the step writes.
         """
         output: Any = SimpleNamespace(
@@ -184,7 +184,7 @@ class Engine:
         return found[0]
 
     def store(self, one: Request, first_block: int = 1) -> tuple[list[int], ...]:
-        """Compute a whole prompt with random keys and values. Returns its block tables."""
+        """Compute a whole prompt with random keys and values. Return its block tables."""
         self.scheduler.add(one)
         count = one.num_tokens // BLOCK
         tables = tuple(list(range(first_block, first_block + count + 1)) for _ in self.groups)
@@ -207,7 +207,7 @@ class Engine:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Any]:
-    """Opens the same disk tier again and again, with faults if given."""
+    """Open the same disk tier again and again, with faults if given."""
 
     def opened(faults: Faults | None = None) -> OpenTier:
         tier = open_tier(f"disk:{tmp_path / 'kv'}:64MiB")
@@ -828,7 +828,7 @@ def test_tiers_publish_events_with_vllms_hashes(disk: Any) -> None:
 
 
 def store_states(one: Engine) -> dict[int, list[torch.Tensor]]:
-    """Compute a prompt of 100 tokens in chunks, as vLLM does in its align mode. Returns the states by position."""
+    """Compute a prompt of 100 tokens in chunks, as vLLM does in its align mode. Return the states by position."""
     stored, found, computed = request(100), {}, 0
     one.scheduler.add(stored)
     for end, block in ((64, 9), (96, 10), (100, 11)):
@@ -846,7 +846,7 @@ def store_states(one: Engine) -> dict[int, list[torch.Tensor]]:
 
 
 def loaded_states(other: Engine, expected: int) -> list[torch.Tensor]:
-    """Load a prompt into another engine. Returns the states of the block that vLLM resumes from."""
+    """Load a prompt into another engine. Return the states of the block that vLLM resumes from."""
     again = request(100, name="again")
     other.scheduler.add(again)
     assert other.match(again) == expected

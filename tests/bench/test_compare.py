@@ -12,7 +12,16 @@ import pytest
 
 from kvloom.bench import compare
 from kvloom.bench.chart import Bar, bar_chart
-from kvloom.bench.compare import PEERS, bars_of, bookkeeping_rows, engine_rows, find_peers, tier_rows
+from kvloom.bench.compare import (
+    PEERS,
+    bars_of,
+    bookkeeping_rows,
+    engine_rows,
+    find_peers,
+    router_rows,
+    tier_rows,
+)
+from kvloom.bench.router_index import compare_lookups, make_work
 
 ENGINE = {
     "runners": {"kvloom": {"error": None}, "Hugging Face": {"error": None}, "vLLM": {"error": "no memory"}},
@@ -47,11 +56,14 @@ TIERS = {
 
 
 def test_rows_have_the_ratio_of_peer_to_kvloom(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [*engine_rows(ENGINE), *bookkeeping_rows(INDEX), *tier_rows(TIERS)]
+    figures = {"lookup_us": 20.0, "store_us": 0.5}, {"lookup_us": 30.0, "store_us": 0.25}
+    rows = [*engine_rows(ENGINE), *bookkeeping_rows(INDEX), *tier_rows(TIERS), *router_rows("1", *figures)]
     assert [(row.part, row.peer, row.ratio) for row in rows] == [
         ("engine", "Hugging Face", 2.5),
         ("bookkeeping", "vLLM", 4.0),
         ("tiers", "LMCache cpu", 2.0),
+        ("router", "Dynamo", 1.5),
+        ("router", "Dynamo", 0.5),
     ]
     assert "vLLM failed: no memory" in capsys.readouterr().err
     assert bars_of(rows)[0].words == "2.50 times  (2 against 5 s)"
@@ -104,7 +116,7 @@ def test_the_command_runs_the_parts_whose_peers_are_installed(
     said = capsys.readouterr()
     found = json.loads(said.out)
     assert [row["peer"] for row in found["rows"]] == ["Hugging Face"]
-    assert set(found["not_installed"]) == {"vllm", "sglang", "lmcache"}
+    assert set(found["not_installed"]) == {"vllm", "sglang", "lmcache", "dynamo"}
     assert "SGLang is not installed: make build/sglang" in said.err
     assert "part tiers: none of its peers is installed" in said.err
     assert [benchmark for benchmark, _ in asked] == ["engine"]
@@ -121,6 +133,50 @@ def test_the_command_runs_the_parts_whose_peers_are_installed(
     said = capsys.readouterr()
     assert json.loads(said.out)["rows"] == found["rows"]
     assert "part bookkeeping failed: RuntimeError: no tree" in said.err
+
+
+DYNAMO = """
+import json
+import sys
+
+
+class Scores:
+    def __init__(self, scores):
+        self.scores = scores
+
+
+class RadixTree:
+    def __init__(self):
+        self.blocks = {}
+
+    def apply_event(self, worker, payload):
+        for block in json.loads(payload)["data"]["stored"]["blocks"]:
+            self.blocks.setdefault(block["tokens_hash"], set()).add(worker)
+
+    def find_matches(self, sequence):
+        scores = {}
+        for block in sequence:
+            for worker in self.blocks.get(block, ()):
+                scores[worker, 0] = scores.get((worker, 0), 0) + 1
+        return Scores(scores)
+"""
+
+
+def test_both_indexes_find_the_blocks_of_every_worker(tmp_path: Path) -> None:
+    """A stand-in with Dynamo's interface. A wrong answer of either index is an error."""
+    (tmp_path / "dynamo").mkdir()
+    (tmp_path / "dynamo" / "_core.py").write_text(DYNAMO)
+    python = tmp_path / "python"
+    # -B: stored bytecode of the first stand-in would hide the second one, written within the same second.
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} -B "$@"\n')
+    python.chmod(0o755)
+    work = make_work(workers=3, blocks=20, prompts=2, lookups=4)
+    ours, theirs = compare_lookups(work, str(python), rounds=1)
+    assert ours.keys() == theirs.keys() == {"store_us", "lookup_us"}
+    assert min(*ours.values(), *theirs.values()) > 0
+    (tmp_path / "dynamo" / "_core.py").write_text(DYNAMO.replace("+ 1", "+ 2"))
+    with pytest.raises(RuntimeError, match="Dynamo found"):
+        compare_lookups(work, str(python), rounds=1)
 
 
 @pytest.mark.slow

@@ -104,7 +104,7 @@ def test_a_client_that_reads_slowly_is_disconnected(router: Process) -> None:
         assert (await asyncio.to_thread(router.send, "POST", "/register", {"url": url}))[0] == 201
 
         def is_served() -> bool:
-            return bool(router.send("GET", "/v1/models")[1]["data"])
+            return bool(router.send("GET", "/v1/models")[1].get("data"))
 
         await asyncio.to_thread(until, is_served)
         with connected(router, 4096) as link:

@@ -73,7 +73,7 @@ def test_events_with_a_key_reach_only_routers_with_the_key(folder: Path, tmp_pat
             stack.enter_context(started(tmp_path / name, "route", "--worker", worker.url, *flags))
             for name, flags in (("with", key), ("without", ()))
         ]
-        until(lambda: all(router.is_healthy() and alive(router) == 1 for router in routers))
+        until(lambda: worker.is_healthy() and all(one.is_healthy() and alive(one) == 1 for one in routers))
         body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
         assert worker.send("POST", "/v1/completions", body)[0] == 200
         until(lambda: cached(routers[0], PROMPT) == {worker.url: 160})

@@ -72,7 +72,7 @@ def test_a_request_cancelled_while_a_place_becomes_free_does_not_block_the_queue
         tasks = [asyncio.create_task(queue.enter("b", 1)) for _ in range(2)]
         await asyncio.sleep(0)
         tasks[0].cancel()
-        queue.leave()  # before the cancelled task runs
+        queue.leave("a")  # before the cancelled task runs
         await asyncio.wait(tasks, timeout=60)
         assert tasks[0].cancelled()
         assert tasks[1].done()
@@ -117,12 +117,12 @@ def test_the_tenant_with_the_least_service_goes_first() -> None:
         async def request(tenant: str) -> None:
             await queue.enter(tenant, 100)
             order.append(tenant)
-            queue.leave()
+            queue.leave(tenant)
 
         tasks = [asyncio.create_task(request(t)) for t in ("big", "big", "big", "big", "small")]
         await asyncio.sleep(0)
         assert queue.waiting == 5
-        queue.leave()
+        queue.leave("other")
         await asyncio.gather(*tasks)
         assert (queue.running, queue.waiting) == (0, 0)
         return order
@@ -144,7 +144,7 @@ def test_a_full_queue_refuses_and_a_cancelled_request_leaves() -> None:
         with pytest.raises(asyncio.CancelledError):
             await waiting
         assert queue.waiting == 0
-        queue.leave()
+        queue.leave("a")
         await queue.enter("c", 1)
         assert queue.running == 1
 
@@ -159,7 +159,7 @@ def test_cancelled_requests_give_no_earlier_turn_and_use_no_memory() -> None:
         async def request(tenant: str) -> None:
             await queue.enter(tenant, 100)
             order.append(tenant)
-            queue.leave()
+            queue.leave(tenant)
 
         async def cancelled(tenant: str) -> None:
             task = asyncio.create_task(queue.enter(tenant, 1))
@@ -176,8 +176,81 @@ def test_cancelled_requests_give_no_earlier_turn_and_use_no_memory() -> None:
         assert len(queue._service) <= 4097
         tasks = [asyncio.create_task(request(tenant)) for tenant in ["greedy"] * 5 + ["modest"] * 3]
         await asyncio.sleep(0)
-        queue.leave()
+        queue.leave("greedy")
         await asyncio.gather(*tasks)
         assert order[:4].count("modest") >= 2, order
 
     asyncio.run(run())
+
+
+def test_long_answers_of_one_tenant_do_not_delay_another() -> None:
+    """All places have requests of one tenant that do not end. Another tenant gets its share at once, and then waits."""
+
+    async def run() -> None:
+        queue = FairQueue(8)
+        flood = [asyncio.create_task(queue.enter("flood", 1)) for _ in range(50)]
+        await asyncio.sleep(0)
+        assert (queue.running, queue.waiting) == (8, 42)
+        for _ in range(4):
+            await asyncio.wait_for(queue.enter("other", 1), 1)
+        fifth = asyncio.create_task(queue.enter("other", 1))
+        await asyncio.sleep(0)
+        assert (queue.running, queue.waiting) == (12, 43)
+        for _ in range(4):
+            queue.leave("flood")
+        await asyncio.sleep(0)
+        assert not fifth.done(), "eight requests still run"
+        queue.leave("other")
+        await asyncio.wait_for(fifth, 1)
+        for task in flood:
+            task.cancel()
+        await asyncio.gather(*flood, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_no_tenant_fills_the_queue() -> None:
+    async def run() -> None:
+        queue = FairQueue(1, limit=10)
+        await queue.enter("flood", 1)
+        flood = [asyncio.create_task(queue.enter("flood", 1)) for _ in range(20)]
+        await asyncio.sleep(0)
+        assert queue.waiting == 8
+        others = [asyncio.create_task(queue.enter(name, 1)) for name in ("b", "c", "d")]
+        await asyncio.sleep(0)
+        assert queue.waiting == 10
+        for task in (*flood, *others):
+            task.cancel()
+        refused = [
+            error
+            for error in await asyncio.gather(*flood, *others, return_exceptions=True)
+            if isinstance(error, QueueFullError)
+        ]
+        assert len(refused) == 12 + 1
+
+    asyncio.run(run())
+
+
+def test_idle_time_and_generated_tokens_count() -> None:
+    """A tenant that sent one small request long ago has no advantage, and generated tokens count like prompt tokens."""
+
+    async def run() -> list[str]:
+        queue, order = FairQueue(1), []
+        await queue.enter("early", 1)
+        queue.leave("early")
+        await queue.enter("a", 100)
+
+        async def request(tenant: str, tokens: int) -> None:
+            await queue.enter(tenant, tokens)
+            order.append(tenant)
+            queue.leave(tenant)
+
+        sent = [("early", 60), ("b", 60), ("early", 60), ("a", 1)]
+        tasks = [asyncio.create_task(request(*one)) for one in sent]
+        await asyncio.sleep(0)
+        queue.served("a", 50)
+        queue.leave("a")
+        await asyncio.gather(*tasks)
+        return order
+
+    assert asyncio.run(run()) == ["early", "b", "a", "early"]

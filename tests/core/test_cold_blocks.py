@@ -57,15 +57,15 @@ def test_cold_blocks_free_their_pages_and_leave_the_tree(name: str) -> None:
     seq.commit(tokens)
     before = cache.stats()["in_use_pages"]
     assert isinstance(before, int)
-    rows = cache.coldable_pages(seq, 5)
+    rows = cache.cold.next_pages(seq, 5)
     assert len(rows) == 5
-    assert (rows[:, cache.full_columns] > 0).all()
-    cache.add_cold_run(seq, runs.new(5, rows.shape[1]))
+    assert (rows[:, cache.cold.columns] > 0).all()
+    cache.cold.add_run(seq, runs.new(5, rows.shape[1]))
     cache.check()
-    assert cache.stats()["in_use_pages"] == before - 5 * len(cache.full_columns)
+    assert cache.stats()["in_use_pages"] == before - 5 * len(cache.cold.columns)
     assert seq.cold_blocks == 5
     with pytest.raises(ValueError, match="only 7 are full and computed"):
-        cache.add_cold_run(seq, runs.new(8, rows.shape[1]))
+        cache.cold.add_run(seq, runs.new(8, rows.shape[1]))
     runs.open -= 1
     twin = seq.fork()
     assert twin is not None
@@ -89,7 +89,7 @@ def test_sequence_starts_behind_cold_blocks(name: str) -> None:
     tokens = list(range(3, 203))
     seq = opened(cache, tokens, read=False, store=False)
     width = cache.page_tables.shape[0]
-    assert cache.open_cold(seq, runs.new(11, width), 180, np.array(tokens[176:180], np.int32))
+    assert cache.cold.open(seq, runs.new(11, width), 180, np.array(tokens[176:180], np.int32))
     cache.check()
     assert (seq.length, seq.cold_blocks, seq.resumed) == (180, 11, 180)
     assert not seq.extend(20)
@@ -97,7 +97,7 @@ def test_sequence_starts_behind_cold_blocks(name: str) -> None:
     cache.check()
     small = opened(cache, tokens, read=False, store=False)
     with pytest.raises(ValueError, match="cannot start at 180"):
-        cache.open_cold(small, runs.new(3, width), 180, np.array(tokens[176:180], np.int32))
+        cache.cold.open(small, runs.new(3, width), 180, np.array(tokens[176:180], np.int32))
     runs.open -= 1
     seq.close()
     small.close()
@@ -122,18 +122,18 @@ def test_random_operations_conserve_pages(name: str, seed: int) -> None:
         if action < 0.5:
             n = min(rng.randrange(1, 60), 400 - seq.length)
             while n > 0 and seq.extend(n):
-                more = len(cache.coldable_pages(seq, rng.randrange(1, 9)))
+                more = len(cache.cold.next_pages(seq, rng.randrange(1, 9)))
                 if not more:
                     break
-                cache.add_cold_run(seq, runs.new(more, width))
+                cache.cold.add_run(seq, runs.new(more, width))
             else:
                 end = seq.length + n
                 tokens += [rng.randrange(3, 6) for _ in range(end - len(tokens))]
                 seq.commit(tokens[seq.length : end])
         elif action < 0.65:
-            more = len(cache.coldable_pages(seq, rng.randrange(1, 6)))
+            more = len(cache.cold.next_pages(seq, rng.randrange(1, 6)))
             if more:
-                cache.add_cold_run(seq, runs.new(more, width))
+                cache.cold.add_run(seq, runs.new(more, width))
         elif action < 0.75 and len(open_) < 6:
             twin = seq.fork()
             assert twin is not None

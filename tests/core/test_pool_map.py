@@ -35,7 +35,7 @@ def pages(seen: dict, **what: object) -> int:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_map_counts_every_page_by_state_and_kind(layout: str) -> None:
     cache = cache_of(layout, slabs=256)
-    survey = cache.pool_map()
+    survey = cache.inspect.pool_map()
     held = grown(cache, list(range(100)))
     cache.close(grown(cache, [*range(60), *range(500, 560)]))
     for _ in range(2):
@@ -52,7 +52,7 @@ def test_the_map_counts_every_page_by_state_and_kind(layout: str) -> None:
 
 def test_the_shares_of_a_cell_are_those_of_its_slabs() -> None:
     cache = cache_of(slabs=41)
-    survey = cache.pool_map(cells=8)
+    survey = cache.inspect.pool_map(cells=8)
     seq = grown(cache, list(range(160)))
     seen = survey.look()["map"]
     assert seen["cells"] == 8
@@ -68,7 +68,7 @@ def test_the_shares_of_a_cell_are_those_of_its_slabs() -> None:
 
 def test_the_map_separates_pins_and_tenants_and_has_names_only() -> None:
     cache = cache_of(tenants=[Tenant("red", quota=1 << 20), Tenant("blue")])
-    survey = cache.pool_map()
+    survey = cache.inspect.pool_map()
     cache.close(grown(cache, list(range(1000, 1064)), "red"))
     cache.close(grown(cache, list(range(2000, 2032)), "blue"))
     pin = cache.pin(list(range(1000, 1064)), 60, CacheControl(tenant="red"))
@@ -84,7 +84,7 @@ def test_the_map_separates_pins_and_tenants_and_has_names_only() -> None:
 
 def test_undeclared_tenants_are_shown_by_name() -> None:
     cache = cache_of(tenants=[])
-    seen = cache.pool_map()
+    seen = cache.inspect.pool_map()
     for name, start in (("red", 0), ("blue", 1000)):
         cache.close(grown(cache, list(range(start, start + 64)), name))
     open_ = grown(cache, list(range(5000, 5032)), "blue")
@@ -103,7 +103,7 @@ def test_undeclared_tenants_are_shown_by_name() -> None:
 
 def test_more_tenants_than_places_are_others_together() -> None:
     cache = cache_of(slabs=128, tenants=[Tenant(f"t{i}") for i in range(50)])
-    survey = cache.pool_map()
+    survey = cache.inspect.pool_map()
     cache.close(grown(cache, list(range(40)), "t49"))
     seen = survey.look(1.0)
     assert len(seen["tenants"]) == 30
@@ -114,7 +114,7 @@ def test_more_tenants_than_places_are_others_together() -> None:
 def test_the_branches_are_the_hottest_and_hang_together() -> None:
     clock = VirtualClock()
     cache = cache_of(slabs=2048, clock=clock)
-    survey = cache.pool_map(branches=20)
+    survey = cache.inspect.pool_map(branches=20)
     for i in range(60):
         cache.close(grown(cache, [*range(64), *range(1000 + 50 * i, 1048 + 50 * i)]))
     for _ in range(5):
@@ -136,7 +136,7 @@ def test_the_branches_are_the_hottest_and_hang_together() -> None:
 
 def test_evicted_nodes_leave_the_picture() -> None:
     cache = cache_of(slabs=12)
-    survey = cache.pool_map()
+    survey = cache.inspect.pool_map()
     cache.close(grown(cache, list(range(100))))
     before = survey.look(1.0)["tree"]["branches"]
     cache.close(grown(cache, list(range(500, 660))))
@@ -148,7 +148,7 @@ def test_evicted_nodes_leave_the_picture() -> None:
 
 def test_slabs_without_memory_are_absent() -> None:
     cache = cache_of(slabs=11, reserved=31)
-    seen = cache.pool_map(cells=10).look()
+    seen = cache.inspect.pool_map(cells=10).look()
     assert pages(seen, state="unbacked") == 20
     assert {seen["map"]["at"][i] for i in range(len(seen["map"]["at"]))} <= set(range(3, 10))
 
@@ -157,7 +157,7 @@ def test_no_token_is_in_the_picture() -> None:
     cache = cache_of(slabs=128)
     tokens = [123_456_700 + i for i in range(64)]
     cache.close(grown(cache, tokens))
-    text = json.dumps(cache.pool_map().look(1.0))
+    text = json.dumps(cache.inspect.pool_map().look(1.0))
     assert "1234567" not in text
     assert set(STATES) >= {row["state"] for row in json.loads(text)["map"]["legend"]}
 
@@ -168,7 +168,7 @@ def test_a_million_pages_cost_milliseconds_and_a_hundred_kilobytes() -> None:
     rng = np.random.default_rng(0)
     for _ in range(40):
         cache.close(grown(cache, rng.integers(0, 30_000, 1 << 17).tolist()))
-    survey = cache.pool_map()
+    survey = cache.inspect.pool_map()
     survey.look()
     spent = []
     for _ in range(9):
@@ -184,4 +184,4 @@ def test_a_million_pages_cost_milliseconds_and_a_hundred_kilobytes() -> None:
 @pytest.mark.parametrize(("cells", "branches"), [(0, 1), (1, 0)])
 def test_a_picture_of_nothing_is_refused(cells: int, branches: int) -> None:
     with pytest.raises(ValueError, match="must be positive"):
-        cache_of().pool_map(cells, branches)
+        cache_of().inspect.pool_map(cells, branches)

@@ -52,7 +52,7 @@ def all_pairs(
 def _completed(
     case: Case, factors: Mapping[str, Sequence[str]], excluded: Collection[Pair], rng: random.Random
 ) -> Case | None:
-    """Add random levels of all other factors. Returns None if every level of a factor is excluded."""
+    """Add random levels of all other factors. Return None if every level of a factor is excluded."""
     others = [name for name in factors if name not in case]
     for name in rng.sample(others, len(others)):
         levels = [

@@ -66,8 +66,6 @@ _REFUSED: Sequence[tuple[str, Sequence[str], str, Sequence[str], str]] = (
     ("family", RECURRENT, "documents", ("reused",), "documents, states"),
     ("family", ("llama4_text",), "documents", ("reused",), "documents, window"),
     ("speculate", ("draft", "head"), "documents", ("reused",), "documents, draft"),
-    ("ranks", ("tensor",), "documents", ("reused",), "documents, tensor parallel"),
-    ("ranks", ("context",), "documents", ("reused",), "documents, context parallel"),
 )
 
 
@@ -109,5 +107,6 @@ PROCESS_CASES = [
     _case("llama", "store", "int8", "draft", "3", "roomy", "16", "salted", "adapter", "tensor", "split", "none"),
     _case("bamba", "disk", "exact", "ngram", "beams", "tight", "400", "none", "adapter", "context", "whole", "none"),
     _case("deepseek_v3", "host", "exact", "head", "1", "tight", "16", "salted", "none", "tensor", "whole", "none"),
+    _case("gemma3_text", "disk", "fp8", "suffix", "1", "roomy", "16", "none", "none", "context", "whole", "reused"),
 ]  # fmt: skip
 """Cases whose ranks are processes. In all other cases, ranks are threads of the test's process."""

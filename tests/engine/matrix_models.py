@@ -84,7 +84,7 @@ def prompts(family: str) -> list[Prompt]:
     return [Prompt(prefix.tokens + end, prefix.images, prefix.audio) for end in ends]
 
 
-def params(samples: str = "1") -> SamplingParams:
+def params(samples: str = "1", with_logprobs: bool = False) -> SamplingParams:
     """Return the parameters of one greedy answer, of three drawn ones, of three beams, or of a prefill worker."""
     more: dict[str, Any] = {"temperature": 0.0}
     if samples == "prefill":
@@ -93,7 +93,7 @@ def params(samples: str = "1") -> SamplingParams:
         more = {"n": 3, "temperature": 1.0, "seed": 11}
     elif samples == "beams":
         more |= {"n": 3, "beam_width": 3}
-    return SamplingParams(max_tokens=NEW, ignore_eos=True, **more)
+    return SamplingParams(max_tokens=NEW, ignore_eos=True, logprobs=0 if with_logprobs else None, **more)
 
 
 def add(
@@ -108,8 +108,9 @@ def add(
     """Queue a prompt. Marks its document if the case reuses documents."""
     spans = (DOCUMENT,) if case["documents"] == "reused" else ()
     control = CacheControl(tenant=tenant, documents=spans)
+    asked = params(samples, case.get("dtype", "exact") != "exact")
     return engine.add(
-        prompt.tokens, params(samples), control, lora=lora, images=prompt.images, audio=prompt.audio, **more
+        prompt.tokens, asked, control, lora=lora, images=prompt.images, audio=prompt.audio, **more
     )  # fmt: skip
 
 
@@ -169,6 +170,30 @@ class Wanted:
         if key not in self._known:
             self._known[key] = self._computed(*key)
         return self._known[key]
+
+    def logprob_error(self, case: Case, prompt: Prompt, sample: Request) -> float:
+        """Return the mean difference between the log-probabilities that a sample reports for its tokens, and those that a
+        plain engine with the same dtype computes for the same tokens."""
+        model = model_of(case["family"])
+        if case["lora"] != "none":
+            model = merged(model, self.adapter(case["family"]))
+        engine = make_engine(deepcopy(model), 1 << 22, KV_DTYPES[case["dtype"]])
+        forced = engine.add(
+            prompt.tokens + sample.output,
+            SamplingParams(max_tokens=1, prompt_logprobs=0),
+            images=prompt.images,
+            audio=prompt.audio,
+        )
+        engine.run()
+        engine.close()
+        found = [(forced.prompt_logprobs[place - NEW], sample.logprobs[place]) for place in range(NEW)]
+        errors = [
+            abs(right[token].logprob - reported[token].logprob)
+            for token, (right, reported) in zip(sample.output, found, strict=True)
+            if right is not None
+        ]
+        assert len(errors) == NEW
+        return sum(errors) / NEW
 
     def _computed(
         self, family: str, dtype: str, lora: str, samples: str, documents: str

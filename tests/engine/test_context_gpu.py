@@ -70,7 +70,7 @@ def test_tokens_are_hugging_faces_within_rounding(family: str, tmp_path: Path) -
         pages = llm.engine.runner.pages
         divided = [group for group in llm.engine.layout.groups if group.parts == 2]
         assert divided
-        assert all(group.block_tokens == 16 for group in divided)
+        assert all(group.page_tokens == 16 for group in divided)
         assert not pages.is_replayable, "steps of ranks that divide the context have no graphs"
         first = run(llm, prompts)
         again = run(llm, [[*request.tokens, *prompts[1]] for request in first])

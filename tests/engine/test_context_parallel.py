@@ -24,6 +24,7 @@ from kvloom.models.specs import ModelError
 from tests.engine.test_heads import recorded, save as save_head
 from tests.engine.test_offload import PATIENT
 from tests.engine.test_quantised import calibrated
+from tests.engine.test_rank_tiers import closed
 from tests.engine.test_speculation import fixed
 from tests.engine.test_tensor_parallel import GREEDY, POOL, generate, made
 from tests.engine.thread_ranks import context_engine, grid_engine
@@ -168,7 +169,7 @@ def test_draft_trees_give_the_tokens_of_one_rank(
         assert sum(request.accepted_tokens for request in first) > 0
         assert all((request.cached_tokens or 0) >= 32 for request in again)
         found.append([request.tokens for request in (*first, *again)])
-        sizes = {group.index: group.block_tokens for group in engine.layout.groups if group.parts > 1}
+        sizes = {group.index: group.page_tokens for group in engine.layout.groups if group.parts > 1}
         crossed = [(a // sizes[0] != b // sizes[0]).any() for _, a, _, b in moves] if sizes else [False]
         assert any(crossed) != one, "no token moved to another rank"
         engine.close()
@@ -240,13 +241,26 @@ def test_ranks_divide_weights_and_context_with_a_draft_model_and_quantised_pages
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "dtype"), [("llama", "int8"), ("gemma3_text", "fp8")])
-def test_static_scales_give_the_tokens_of_one_rank(family: str, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("parts", [(2, 1), (1, 2), (2, 2)], ids=["tensor", "context", "both"])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", "int8"), ("gemma3_text", "fp8"), ("deepseek_v3", "int8")]
+)
+def test_static_scales_give_the_tokens_of_one_rank(
+    family: str, dtype: str, parts: tuple[int, int], tmp_path: Path
+) -> None:
+    """One rank then loads the pages of the ranks: the block hashes contain the scales of the whole model."""
     prompts = prompts_of(5, (80, 18, 3))
-    settings = {"kv_dtype": dtype, "kv_scales": calibrated(made(family), tmp_path, prompts)}
+    settings: dict[str, Any] = {"kv_dtype": dtype, "kv_scales": calibrated(made(family), tmp_path, prompts)}
     wanted = generate(make_engine(made(family), POOL, **settings), prompts)
-    with ranks(made(family), 2, **settings) as engine:
-        assert generate(engine, prompts) == wanted
+    settings |= {"tiers": ["host:4MiB", f"disk:{tmp_path / 'tier'}:64MiB"], "offload": PATIENT}
+    many = grid_engine(made(family), *parts, pool_bytes=POOL, **settings)
+    assert generate(many, prompts) == wanted
+    closed(many)
+    one = make_engine(made(family), POOL, **settings)
+    (request,) = [one.add(prompts[0], GREEDY)]
+    one.run()
+    assert (list(request.tokens), request.hits.get("disk")) == (wanted[0], 79)
+    closed(one)
 
 
 @pytest.mark.few(1)

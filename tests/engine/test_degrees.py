@@ -73,7 +73,7 @@ def cut(
 
 def fields_of(layout: PoolLayout, group: int) -> PageFields:
     one = layout.groups[group]
-    tokens = one.block_tokens if one.spec.unit == "token" else 0
+    tokens = one.page_tokens if one.spec.unit == "token" else 0
     return PageFields(one.spec.fields, one.run_layers, tokens, one.layer_bytes, one.page_stride)
 
 

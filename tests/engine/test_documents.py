@@ -12,11 +12,12 @@ import torch
 from kvloom.bench.documents import blended_logits
 from kvloom.core import CacheControl
 from kvloom.engine import LLM, Engine, Request, SamplingParams
-from tests.engines import make_engine
+from tests.engines import evict_all, make_engine
 from tests.models.lora_adapters import write_adapter
 from tests.models.zoo import expected, tiny
 
 from .test_offload import PATIENT, closed, drawn, greedy, offload_of, stored
+from .thread_ranks import grid_engine
 
 POOL, NEW = 1 << 22, 6
 TEXT, FIRST, BETWEEN, SECOND, QUESTION = drawn("documents", 20, 100, 5, 70, 10)
@@ -67,6 +68,31 @@ def test_tokens_equal_those_with_replaced_keys_and_values(family: str, share: fl
     assert found.tokens == wanted
     assert found.reused_tokens == sum(end - start - -int(-share * (end - start) // 1) for start, end in SPANS)
     closed(engine)
+
+
+@pytest.mark.parametrize("parts", [(2, 1), (1, 2), (2, 2)], ids=["tensor", "context", "both"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3", "gpt_oss"])
+@pytest.mark.few(4)
+def test_ranks_copy_documents(family: str, parts: tuple[int, int]) -> None:
+    """The second prompt has the documents at other places, and hits the documents of the first."""
+    other = drawn("other", 33)[0] + SECOND + BETWEEN + FIRST + QUESTION
+    spans = ((33, 103), (108, 208))
+    engine = grid_engine(model_of(family), *parts, pool_bytes=POOL, reuse_documents=0.1, token_budget=64)
+    for prompt, places in ((PROMPT, SPANS), (other, spans)):
+        found = ask(engine, prompt, places)
+        assert found.tokens == blended(model_of(family), prompt, places, 0.1)
+        assert found.reused_tokens == 153
+    closed(engine)
+
+
+@pytest.mark.parametrize("parts", [(2, 1), (1, 2)], ids=["tensor", "context"])
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_ranks_copy_quantised_pages(kv_dtype: Any, parts: tuple[int, int]) -> None:
+    settings = {"pool_bytes": POOL, "kv_dtype": kv_dtype, "reuse_documents": 0.1}
+    one, many = make_engine(model_of("llama"), **settings), grid_engine(model_of("llama"), *parts, **settings)
+    assert ask(one).tokens == ask(many).tokens
+    closed(one)
+    closed(many)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3"])
@@ -260,6 +286,19 @@ def test_documents_are_loaded_from_tiers(tmp_path: Path) -> None:
     closed(second)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+def test_text_before_the_first_copy_is_loaded_from_host_memory(family: str) -> None:
+    """With windows, a prompt can resume only at a checkpoint, and pages after the first copy are not published."""
+    engine = reusing(model_of(family), tiers=["host:8MiB"], offload=PATIENT)
+    tokens = ask(engine).tokens
+    evict_all(engine)
+    stored(engine)
+    again = ask(engine)
+    assert again.tokens == tokens
+    assert again.hits == {"host": 16}
+    closed(engine)
+
+
 def test_documents_of_an_adapter_are_its_own(tmp_path: Path) -> None:
     model = model_of("llama")
     folder = write_adapter(tmp_path / "one", model, ("q_proj", "k_proj", "v_proj"))
@@ -314,8 +353,6 @@ def test_wrong_settings_and_ranges_are_refused() -> None:
         reusing(None, 1.5)
     with pytest.raises(ValueError, match="use ngram or suffix"):
         reusing(None, speculate="draft=kvloom-draft")
-    with pytest.raises(ValueError, match="set tensor_parallel to 1"):
-        reusing(None, tensor_parallel=2)
     for spans in (((5, 5),), ((5, 9), (8, 12)), ((-1, 4),)):
         with pytest.raises(ValueError, match="without overlap"):
             CacheControl(documents=spans)

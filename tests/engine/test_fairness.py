@@ -247,10 +247,9 @@ def test_a_slow_step_is_shortened_for_several_tenants_and_every_request_goes_on(
     flood = [engine.add(prompt, greedy(40), RED) for prompt in prompts]
     while not all(one.output_count for one in flood):
         engine.step()
-    limit = engine.scheduler.step_limit
-    assert limit is not None
+    engine.scheduler.step_limit = limit = StepLimit(256)
+    limit.observe(LEAST_TOKENS, 10.0)
     limit.observe = lambda tokens, seconds: None  # type: ignore[method-assign]
-    limit._speed = 10.0  # tokens per second
     before = [one.output_count for one in flood]
     engine.step()
     assert [one.output_count for one in flood] == [count + 1 for count in before], "one tenant is not limited"
@@ -263,6 +262,12 @@ def test_a_slow_step_is_shortened_for_several_tenants_and_every_request_goes_on(
     moved = [one.output_count - count for one, count in zip(flood, before, strict=True)]
     assert sum(moved) == 4 * LEAST_TOKENS - 3, "64 tokens a step; three are of the other tenant"
     assert max(moved) - min(moved) <= 1, "in turn"
+    while victim.finish_reason is None:
+        engine.step()
+    before = [one.output_count for one in flood]
+    engine.step()
+    moved = [one.output_count - count for one, count in zip(flood, before, strict=True)]
+    assert sum(moved) == LEAST_TOKENS, "the next request of the victim will not wait for a long step either"
     engine.run()
     wanted = expected(tiny("llama"), [prompt, *prompts[:3]], 9)
     assert [
@@ -271,19 +276,36 @@ def test_a_slow_step_is_shortened_for_several_tenants_and_every_request_goes_on(
     closed(engine)
 
 
+def usual_limit(fixed: float, each: float) -> int:
+    """Return the limit of most steps if a step of n tokens takes `fixed` + n * `each` seconds."""
+    limit, sizes = StepLimit(512), []
+    for _ in range(400):
+        sizes.append(limit.tokens)
+        limit.observe(sizes[-1], fixed + each * sizes[-1])
+    return sorted(sizes[-100:])[50]
+
+
 def test_the_limit_of_a_step_follows_its_speed() -> None:
     limit = StepLimit(512)
     assert limit.tokens == 512, "not measured yet"
     limit.observe(1, 5.0)
     assert limit.tokens == 512, "a small step says nothing about large ones"
+    limit = StepLimit(512)
     limit.observe(512, 512 / (200 / SHARED_SECONDS))
     assert limit.tokens == 192, "a multiple of 64 below 200"
-    for _ in range(40):
-        limit.observe(64, 10.0)
-    assert limit.tokens == LEAST_TOKENS
-    for _ in range(40):
-        limit.observe(64, 1e-4)
-    assert limit.tokens == 512
+    assert usual_limit(0, SHARED_SECONDS / 200) == 192
+    assert usual_limit(0, 1.0) == LEAST_TOKENS
+    assert usual_limit(0, SHARED_SECONDS / 2000) == 512
+
+
+def test_the_limit_of_a_step_wastes_at_most_half_of_the_time() -> None:
+    """If a step takes long whatever its size, small steps would make everything slower for all tenants."""
+    fixed = 5 * SHARED_SECONDS
+    assert usual_limit(fixed, fixed / 300) == 256
+    assert usual_limit(fixed, fixed / 2000) == 512
+
+
+def test_the_limit_of_a_step_is_at_most_its_largest_size() -> None:
     tiny_limit = StepLimit(16)
     tiny_limit.observe(64, 10.0)
     assert tiny_limit.tokens == 16

@@ -46,6 +46,7 @@ def replaying(model: Any, rows: int, **options: Any) -> tuple[Engine, dict[tuple
     engine = make_engine(model, 1 << 24, max_running=rows, ahead=True, **options)
     runner, made = engine.runner, dict[tuple[int, bool], Eager]()
     adapted = engine.adapters is not None
+    runner.observe(runner.pages)  # without native steps, as on a GPU
     runner.stage = BatchBuilder(engine.cache, "cpu", 256, rows, mirrored=True, adapted=adapted)
     runner.decode_graphs = graphs = DecodeGraphs(
         runner.stage, runner._forward, runner.chosen, rows, None, adapted, GraphMemory()

@@ -18,6 +18,8 @@ from kvloom.engine.speculation import DraftedRequest
 from kvloom.engine.speculation.controller import _TurnedOff
 from kvloom.kernels.copy import copy_pages
 from kvloom.kernels.memory import layer_views
+from kvloom.models.specs import model_spec, with_head
+from kvloom.plan import Load, make_plan
 from tests.engine.test_speculation import ALL_KINDS, fixed, hits, results
 from tests.engines import PATIENT, make_engine
 from tests.models.heads import MTP_FAMILIES, EagleReference, Reference, save_eagle, save_mtp
@@ -32,6 +34,17 @@ def save(path: Path, family: str) -> tuple[Any, str]:
     if family == "llama":
         return save_eagle(path), f"eagle={path / 'eagle'}"
     return save_mtp(path, family), "mtp"
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "qwen3_next"])
+def test_a_plan_has_the_pages_of_the_engine(family: str, tmp_path: Path) -> None:
+    model, how = save(tmp_path, family)
+    config = {**model.config.to_dict(), "dtype": "float32"}
+    spec = with_head(model_spec(config), config, how)
+    planned = make_plan(spec, Load(64)).to_dict()["groups"]
+    groups = make_engine(model, 1 << 24, speculate=how).layout.groups
+    assert [row["page_bytes"] for row in planned] == [group.page_bytes for group in groups]
+    assert sum(row["group"].startswith("draft") for row in planned) == 1
 
 
 def recorded(engine: Engine) -> Recorded:

@@ -345,4 +345,4 @@ def test_pinned_prefixes_stay_while_others_are_evicted(folder: Path) -> None:
     assert llm.generate([pinned], GREEDY)[0].num_cached_tokens == 63
     llm.unpin(pin)
     llm.unpin(pin)
-    assert llm.engine.cache.pins() == []
+    assert llm.engine.cache.inspect.pins() == []

@@ -83,13 +83,13 @@ def test_a_full_pool_grows_and_an_idle_one_gives_memory_back() -> None:
         engine.add([rng.randrange(3, 64) for _ in range(100)], GREEDY)
     largest = 0
     while engine.busy:
-        assert engine._pool_rule is not None
-        engine._pool_rule._next = 0.0  # every step, not every quarter of a second
+        assert engine.pool_rule is not None
+        engine.pool_rule._next = 0.0  # every step, not every quarter of a second
         engine.step()
         largest = max(largest, engine.cache.usable_slabs)
     assert largest > start
     assert not engine.cache.free_pages(16 * 90)  # evicts nearly everything
-    engine._pool_rule._next = 0.0
+    engine.pool_rule._next = 0.0
     engine.adjust_pool()
     assert engine.cache.usable_slabs == start
 

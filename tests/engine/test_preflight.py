@@ -30,6 +30,7 @@ LLAMA = folder_of("kvloom-llama")
         ({"block_tokens": 24}, "block_tokens 24 must be a power of two from 16 to 256"),
         ({"load": "sometimes"}, "load 'sometimes' is not one of auto, always, never"),
         ({"checkpoint_every": -1}, "checkpoint_every -1 is negative"),
+        ({"fixed": ["pool"]}, "fixed 'pool' is not one of chunk, drafts, snapshots"),
         ({"evict_policy": "lru"}, "no setting 'evict_policy'; did you mean eviction_policy"),
         ({"grammar_memory": 1}, "grammar_memory 1 must be at least 16 MiB"),
     ],
@@ -144,3 +145,18 @@ def test_unreachable_hub_is_refused_at_once_unless_behind_a_proxy(
             check_model("org/name")
         monkeypatch.setattr(checking, "getproxies", lambda: {"http": "http://proxy"})
         assert check_model("org/name") is None
+
+
+def test_sizes_may_be_text() -> None:
+    sizes = ("pool_bytes", "max_pool_bytes", "min_pool_bytes", "keep_free", "public_bytes")
+    config = engine_config(**dict.fromkeys(sizes, "256MiB"), grammar_memory="64MiB")
+    assert {getattr(config, name) for name in sizes} == {256 << 20}
+    assert config.grammar_limits.memory == 64 << 20
+    assert engine_config(pool_bytes=None, public_bytes=0) == engine_config()
+
+
+@pytest.mark.parametrize("value", ["much", "-1MiB", -1, 1.5, [1]])
+@pytest.mark.parametrize("name", ["pool_bytes", "grammar_memory"])
+def test_a_value_that_is_no_size_is_refused(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"^{name}.*size.*80GiB|^{name}.*size.*256MiB"):
+        engine_config(**{name: value})

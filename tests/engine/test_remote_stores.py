@@ -102,7 +102,7 @@ def test_store_failure_changes_no_token(tmp_path: Path) -> None:
 
 
 def forge(port: int) -> int:
-    """Replaces every page in Redis by random bytes with valid checksums, as a writer without keys can. Returns how many."""
+    """Replace every page in Redis by random bytes with valid checksums, as a writer without keys can. Return how many."""
     client, random = RespConnection(("127.0.0.1", port), 5, limit=16 * MIB), np.random.default_rng(0)
     keys = client.call("KEYS", PREFIX + b"*")
     for key in keys:

@@ -26,6 +26,7 @@ from tests.engine.test_offload import PATIENT
 from tests.engine.test_speculation import fixed
 from tests.engine.thread_ranks import parallel_engine
 from tests.engines import make_engine
+from tests.models.image_prompts import vision_model
 from tests.models.tiny_families import config_of
 from tests.models.zoo import NEW, expected, prompts_of, tiny
 
@@ -33,7 +34,7 @@ POOL = 1 << 22
 GREEDY = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
 FAMILIES = (
     *("llama", "qwen3_next", "qwen2 with windows", "gemma2", "gemma3_text", "phi3", "olmo2", "cohere2"),
-    *("qwen3_moe", "gpt_oss", "llama4_text", "deepseek_v2", "deepseek_v3"),
+    *("qwen3_moe", "gpt_oss", "llama4_text", "deepseek_v2", "deepseek_v3", "got_ocr2"),
     *("mamba", "mamba2", "jamba", "bamba", "falcon_h1", "nemotron_h", "granitemoehybrid", "longcat_flash"),
 )
 
@@ -240,7 +241,6 @@ def test_a_family_that_cannot_be_divided_is_refused_with_a_reason(
     ("settings", "reason"),
     [
         ({"max_pool_bytes": 1 << 30}, "one fixed size"),
-        ({"kv_scales": "checkpoint", "kv_dtype": "int8"}, "stored for whole layers"),
         ({"batch_invariant": True}, "order of sums"),
     ],
 )
@@ -292,6 +292,23 @@ def test_a_killed_rank_stops_the_group_with_an_error(folder: Path) -> None:
             with pytest.raises(RankError, match=r"has stopped|restart the engine"):
                 llm.generate(prompts, GREEDY)
             assert time.monotonic() - began < 55  # less than `rank_seconds`
+    finally:
+        llm.close()
+
+
+@pytest.mark.slow
+def test_the_text_part_of_an_image_model_runs_on_two_ranks(tmp_path: Path) -> None:
+    model, prompts = vision_model("qwen3_5"), prompts_of(3)
+    model.save_pretrained(tmp_path)
+    whole = LLM(str(tmp_path), device="cpu", dtype="float32", pool_bytes=POOL)
+    wanted = [one.outputs[0].token_ids for one in whole.generate(prompts, GREEDY)]
+    whole.close()
+    settings: dict[str, Any] = {"tensor_parallel": 2, "device": "cpu", "dtype": "float32", "pool_bytes": POOL}
+    with pytest.raises(ValueError, match="--text-only"):
+        LLM(str(tmp_path), **settings)
+    llm = LLM(str(tmp_path), text_only=True, **settings)
+    try:
+        assert [one.outputs[0].token_ids for one in llm.generate(prompts, GREEDY)] == wanted
     finally:
         llm.close()
 

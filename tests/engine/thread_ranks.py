@@ -22,10 +22,12 @@ from kvloom.engine.execution import ModelRunner, allocate_kv_memory
 from kvloom.engine.parallel.group import DraftMirror
 from kvloom.engine.parallel.host_copies import HostCopies, RankHost
 from kvloom.engine.parallel.messages import (
+    CopyDocument,
     CopyHost,
     CopyPages,
     LoadAdapter,
     MoveTokens,
+    SetSinks,
     ShareHost,
     Step,
     StepReader,
@@ -33,12 +35,13 @@ from kvloom.engine.parallel.messages import (
     ToRank,
 )
 from kvloom.engine.parallel.rank_adapters import RankAdapters, adapter_messages
+from kvloom.engine.parallel.rank_documents import RankDocuments
 from kvloom.engine.speculation import load_head
 from kvloom.engine.target_runner import target_runner, with_step_sizes
 from kvloom.kernels.copy import copy_pages
 from kvloom.models.loading import divide_context, shard_model
 from kvloom.models.lora import LoraAdapter
-from kvloom.models.paged import TokenMover, Work
+from kvloom.models.paged import RotatedCopy, TokenMover, Work
 from kvloom.models.sharding import RankGroups, ranks_of, set_ranks
 
 CPU = torch.device("cpu")
@@ -92,6 +95,7 @@ class ThreadRanks:
             runner = self.runners[rank] = target_runner(model, memory, config, slots)
             reader = StepReader(memory.cache)
             mover = TokenMover(memory.cache, memory.buffer, groups.context)
+            documents = RankDocuments(memory.cache, runner, groups)
             self.pools[rank] = memory.buffer
             host = RankHost(
                 memory.layout,
@@ -106,6 +110,8 @@ class ThreadRanks:
                     runner.run(reader.read(message), message.wanted, message.whole, message.pooled)
                 elif isinstance(message, ShareHost | CopyHost):
                     host.run(message)
+                elif isinstance(message, CopyDocument | SetSinks):
+                    documents.run(message)
                 elif isinstance(message, LoadAdapter):
                     adapters.run(message)
                 elif isinstance(message, MoveTokens):
@@ -132,6 +138,12 @@ class ThreadRanks:
 
     def move_tokens(self, places: Many[npt.NDArray[np.int64]]) -> None:
         self._send(MoveTokens.of(places))
+
+    def copy_document(self, rotations: Many[int], plan: RotatedCopy) -> None:
+        self._send(CopyDocument.of(rotations, plan))
+
+    def set_sinks(self, is_on: bool) -> None:
+        self._send(SetSinks(is_on))
 
     def load_adapter(self, slot: int, adapter: LoraAdapter) -> None:
         for message in adapter_messages(slot, adapter):

@@ -70,7 +70,7 @@ def addresses(tmp_path: Path) -> EventSettings:
 
 @pytest.fixture
 def opened() -> Iterator[Callable[[KVCache, EventSettings], WirePublisher]]:
-    """Opens publishers, and closes them at the end."""
+    """Open publishers, and close them at the end."""
     made: list[WirePublisher] = []
 
     def open_(cache: KVCache, settings: EventSettings) -> WirePublisher:

@@ -30,7 +30,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         shape, gen = self.shape, torch.Generator().manual_seed(self.seed)
-        block = shape.block_tokens
+        block = shape.page_tokens
         blocks = max(1, -(-max(self.lengths) // block))
         count = sum(-(-n // block) for n in self.lengths) + 3
         self.k, self.v = _pages(shape, count, self.order)
@@ -62,13 +62,13 @@ class Batch:
 
     def _shared_page(self, row: int, column: int) -> int | None:
         for tokens, rows in self.shared:
-            if row in rows and row != rows[0] and (column + 1) * self.shape.block_tokens <= tokens:
+            if row in rows and row != rows[0] and (column + 1) * self.shape.page_tokens <= tokens:
                 return int(self.tables[rows[0], column])
         return None
 
     def _fill(self, page: int, tokens: int, gen: torch.Generator) -> None:
         shape = self.shape
-        slots = page * shape.block_tokens + torch.arange(tokens)
+        slots = page * shape.page_tokens + torch.arange(tokens)
         for pages, scales in ((self.k, self.k_scale), (self.v, self.v_scale)):
             new = torch.randn(tokens, *pages.shape[2:], generator=gen)
             write(pages, slots, new, scales)
@@ -90,7 +90,7 @@ class Batch:
 
 def _pages(shape: Shape, count: int, order: str) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V side by side in one page, between other bytes, in token or head order; NaN where floats are."""
-    block, heads = shape.block_tokens, shape.kv_heads
+    block, heads = shape.page_tokens, shape.kv_heads
     size = block * heads * max(shape.k_dim, shape.v_dim)
     fill = 0 if shape.dtype == torch.int8 else math.nan
     flat = torch.full((count, 2 * size + 64), fill).to(shape.dtype)

@@ -116,7 +116,7 @@ def test_a_plan_must_be_made_first_and_for_the_span() -> None:
 
 
 def test_the_oracle_takes_any_shape() -> None:
-    shape = Shape(6, 3, 24, 8, block_tokens=16, dtype=torch.float64)
+    shape = Shape(6, 3, 24, 8, page_tokens=16, dtype=torch.float64)
     gen = torch.Generator().manual_seed(0)
     k, v = (torch.randn(3, 16, 3, dim, generator=gen, dtype=torch.float64) for dim in (24, 8))
     plan = decode_plan(shape, 1, device="cpu")

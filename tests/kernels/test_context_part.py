@@ -26,7 +26,7 @@ def parts_of(batch: Batch, count: int) -> list[Batch]:
     """The pages of each rank, whose blocks are the pages of `batch`."""
     found = []
     for rank in range(count):
-        size = batch.shape.block_tokens // count
+        size = batch.shape.page_tokens // count
         shape = Shape(
             *(batch.shape.heads, batch.shape.kv_heads, batch.shape.k_dim, batch.shape.v_dim),
             *(size, batch.shape.dtype),

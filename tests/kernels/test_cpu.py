@@ -133,6 +133,40 @@ def test_a_layers_step_is_its_three_parts_in_one(span: Visibility) -> None:
     assert torch.equal(found.view(rows, heads, dim), wanted)
 
 
+@pytest.mark.parametrize("span", [Visibility("full"), Visibility("sliding", 9), Visibility("chunked", 8)])
+@pytest.mark.parametrize(("heads", "kv", "dim"), [(4, 2, 64), (3, 1, 20), (5, 5, 6)])
+def test_rows_of_one_sequence_give_what_each_row_gives_alone(
+    heads: int, kv: int, dim: int, span: Visibility
+) -> None:
+    """Ten rows of one sequence, one of another, and three of a third. No row sees the tokens after it."""
+    block, lines = 4, np.array([0] * 10 + [1] + [2] * 3)
+    lengths = np.array([*range(7, 17), 5, *range(30, 33)])
+    k, v = (randn(30, block, kv, dim, seed=seed) for seed in (1, 2))
+    tables = (torch.randperm(29) + 1).int()[:24].view(3, 8)
+    joined = randn(len(lines), (heads + 2 * kv) * dim)
+    cos, sin = randn(1, len(lines), dim, seed=3), randn(1, len(lines), dim, seed=4)
+    wanted, pages = [], cpu.LayerPages(k.clone(), v.clone())
+    for i, line in enumerate(lines):
+        seen = cpu.VisibleTokens(span.first_visible_each(lengths[i : i + 1] - 1), lengths[i : i + 1])
+        one = cpu.SingleTokenRows(tables[line, None], seen)
+        angles = cos[:, i : i + 1], sin[:, i : i + 1]
+        wanted.append(cpu.attention_step(joined[i : i + 1].clone(), *angles, heads, 0.3, pages, one))
+    rows = cpu.SingleTokenRows(
+        tables, cpu.VisibleTokens(span.first_visible_each(lengths - 1), lengths), lines
+    )
+    found = cpu.attention_step(joined, cos, sin, heads, 0.3, cpu.LayerPages(k, v), rows)
+    torch.testing.assert_close(found, torch.cat(wanted), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_that_do_not_follow_one_another_are_refused() -> None:
+    tables, lengths = torch.ones(2, 2, dtype=torch.int32), np.array([1, 3])
+    seen = cpu.VisibleTokens(np.zeros_like(lengths), lengths)
+    with pytest.raises(ValueError, match="do not follow one another"):
+        cpu.SingleTokenRows(tables, seen, np.array([1, 1]))
+    with pytest.raises(ValueError, match="do not fit 2 block tables"):
+        cpu.SingleTokenRows(tables, seen, np.array([0, 2]))
+
+
 def test_what_is_not_taken() -> None:
     x = randn(4, 6)
     assert cpu.supports(x, x[:, 1:])
@@ -165,7 +199,6 @@ def test_page_ids_that_lie_apart_are_read_as_they_are_meant() -> None:
     assert int((pages != 0).any(-1).any(-1).sum()) == 3
 
 
-@pytest.mark.skipif(not cpu.HAS_MULTIPLY, reason="the package was built without a compiler, or earlier")
 @pytest.mark.parametrize("dim", [3, 64, 321])
 @pytest.mark.parametrize("columns", [1, 6, 129])
 def test_products_of_a_few_rows(dim: int, columns: int) -> None:
@@ -190,12 +223,12 @@ HEADS, KV, DIM, BLOCK, HIDDEN, INNER, WORDS = 4, 2, 8, 4, 24, 20, 50
 
 
 def small_model(layers: int = 2) -> tuple[cpu.SmallModel, list[cpu.SmallLayer], list[torch.Tensor]]:
-    """A model of random weights with pages for 10 blocks. Also returns its layers, and its other weights."""
+    """A model of random weights with pages for 13 blocks. Also returns its layers, and its other weights."""
     shapes = [(HIDDEN,), ((HEADS + 2 * KV) * DIM, HIDDEN), (HIDDEN, HEADS * DIM), (HIDDEN,), (2 * INNER, HIDDEN), (HIDDEN, INNER)]  # fmt: skip
     made = []
     for i in range(layers):
         weights = [randn(*shape, seed=10 * i + j) / len(shape) for j, shape in enumerate(shapes)]
-        pages = torch.zeros(2, 10, BLOCK, KV, DIM)
+        pages = torch.zeros(2, 13, BLOCK, KV, DIM)
         made.append(cpu.SmallLayer(*weights, cpu.LayerPages(*pages)))
     angles = torch.arange(40)[:, None] / 10 ** torch.linspace(0, 2, DIM // 2)
     angles = torch.cat((angles, angles), -1)
@@ -229,33 +262,34 @@ def logits_of(tokens: list[int], layers: list[cpu.SmallLayer], others: list[torc
     return functional.rms_norm(x, (HIDDEN,), norm, 1e-6) @ head.T
 
 
-@pytest.mark.skipif(not cpu.HAS_GENERATE, reason="the package was built without a compiler, or earlier")
 def test_small_models_generate_what_torch_does() -> None:
     model, layers, others = small_model()
-    tables = [np.array([[3, 1, 7, 0], [2, 9, 5, 0], [8, 4, 6, 0]], np.int32)] * len(layers)
-    prompts, counts = [[7], [3, 1, 4, 1, 5], [9, 2]], np.array([4, 2, 6])
-    found, logits = model.generate([np.array(ids) for ids in prompts], np.zeros(3, int), counts, 1, tables)
+    tables = [np.array([[3, 1, 7, 10], [2, 9, 5, 11], [8, 4, 6, 12]], np.int32)] * len(layers)
+    prompts, counts = [[7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [9, 2]], np.array([4, 2, 6])
+    step = cpu.SmallStep(prompts, [0, 0, 0], tables)
+    found = model.generate(step, counts.tolist(), 1)
     for row, (ids, count) in enumerate(zip(prompts, counts, strict=True)):
         wanted = list(ids)
         for _ in range(count):
             after = logits_of(wanted, layers, others)[-1]
             wanted.append(int(after.argmax()))
         assert found[row, :count].tolist() == wanted[len(ids) :]
-        if count == counts.max():
-            torch.testing.assert_close(logits[row], after, rtol=1e-4, atol=1e-4)
-    # The pages have every token, so each sequence can be continued with one more token.
+    # The pages have every token, so each sequence can be continued.
     ends = np.array([len(ids) + count for ids, count in zip(prompts, counts, strict=True)])
-    again, logits = model.generate([np.array([11])] * 3, ends, np.ones(3, int), 0, tables)
-    for row, ids in enumerate(prompts):
-        after = logits_of([*ids, *found[row, : counts[row]].tolist(), 11], layers, others)[-1]
-        torch.testing.assert_close(logits[row], after, rtol=1e-4, atol=1e-4)
-        assert again[row, 0] == after.argmax()
+    more = [[11], [12, 13, 14, 15], [21, 22]]
+    step = cpu.SmallStep(more, ends.tolist(), tables)
+    places = [len(step.lengths) - 1, *range(len(step.lengths) - 1)]
+    logits = model.compute(step, places)
+    wanted = [
+        logits_of([*ids, *found[row, : counts[row]].tolist(), *more[row]], layers, others)[-len(more[row]) :]
+        for row, ids in enumerate(prompts)
+    ]
+    torch.testing.assert_close(logits, torch.cat(wanted)[places], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(not cpu.HAS_GENERATE, reason="the package was built without a compiler, or earlier")
 def test_small_models_refuse_wrong_input() -> None:
     model, layers, others = small_model()
-    table, one = np.array([[1, 2]], np.int32), np.array([1])
+    table = np.array([[1, 2]], np.int32)
     for tokens, start, count, pages in [
         ([WORDS], 0, 1, table),
         ([-1], 0, 1, table),
@@ -266,8 +300,8 @@ def test_small_models_refuse_wrong_input() -> None:
         ([1], 0, 0, table),
         ([1], 0, 1, table[:0]),
     ]:
-        with pytest.raises(ValueError, match=r"fit|exceed"):
-            model.generate([np.array(tokens, int)], one * start, one * count, 0, [pages] * 2)
+        with pytest.raises(ValueError, match=r"fit|exceed|not a"):
+            model.generate(cpu.SmallStep([tokens], [start], [pages] * 2), [count], 0)
     options = {"heads": HEADS, "scale": 0.3, "eps": 1e-6, "gemma": False, "tanh": False}
     for place in range(len(others)):
         for bad in (

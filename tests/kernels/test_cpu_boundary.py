@@ -189,13 +189,17 @@ def test_attention_steps(data: st.DataObject, rows: int, kv: int, group: int, di
     count = min(len(k), len(v))
     tables = torch.arange(len(joined) * blocks, dtype=torch.int32).reshape(len(joined), blocks) % count
     lengths = np.array([data.draw(st.integers(1, blocks * block + 1)) for _ in range(len(joined))])
+    lines = np.array([data.draw(st.integers(0, len(joined))) for _ in range(len(joined))])
     with contextlib.suppress(ValueError):
         seen = cpu.VisibleTokens(np.zeros_like(lengths), lengths)
-        found = cpu.attention_step(
-            joined, cos, sin, heads, 1.0, cpu.LayerPages(k, v), cpu.SingleTokenRows(tables, seen, True)
-        )
+        step_rows = cpu.SingleTokenRows(tables, seen, lines if data.draw(st.booleans()) else None)
+        if step_rows.has_drafts:
+            tables = tables[lines]
+        found = cpu.attention_step(joined, cos, sin, heads, 1.0, cpu.LayerPages(k, v), step_rows)
         q = joined[:, : heads * dim].reshape(len(joined), heads, dim)
-        if len(joined) * blocks <= count:  # otherwise rows share pages, and later rows overwrite them
+        if (
+            len(joined) * blocks <= count and not step_rows.has_drafts
+        ):  # otherwise rows share pages, and later rows overwrite them
             wanted = attended(q, k, v, tables, np.zeros_like(lengths), lengths)
             torch.testing.assert_close(found.view_as(wanted), wanted, rtol=1e-4, atol=1e-4)
 

@@ -57,7 +57,7 @@ def test_head_sizes(dim: int, order: str) -> None:
 
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 def test_page_sizes(block: int) -> None:
-    shape = Shape(2, 1, 64, 64, block_tokens=block, dtype=torch.float32)
+    shape = Shape(2, 1, 64, 64, page_tokens=block, dtype=torch.float32)
     check(Batch(shape, [1, block, block + 1, 3 * block - 1], [1] * 4))
 
 
@@ -270,9 +270,7 @@ def test_random_batches() -> None:
             return values[int(torch.randint(len(values), (), generator=gen))]
 
         kv = pick(1, 2, 3)
-        shape = Shape(
-            kv * pick(1, 2, 5), kv, 64, pick(64, 80), block_tokens=pick(16, 32), dtype=torch.float32
-        )
+        shape = Shape(kv * pick(1, 2, 5), kv, 64, pick(64, 80), page_tokens=pick(16, 32), dtype=torch.float32)
         rows = pick(1, 3, 6)
         queries = [pick(0, 1, 2, 5) for _ in range(rows)]
         lengths = [count + pick(0, 1, 15, 16, 40, 133) for count in queries]
@@ -334,7 +332,7 @@ def test_what_cannot_run_is_refused_before_any_launch() -> None:
     with pytest.raises(ValueError, match="k_dim 72 is not supported"):
         DecodePlan(Shape(4, 2, 72, 64), 1, device=DEVICE)
     with pytest.raises(ValueError, match="pages of 8 tokens"):
-        DecodePlan(Shape(4, 2, 64, 64, block_tokens=8), 1, device=DEVICE)
+        DecodePlan(Shape(4, 2, 64, 64, page_tokens=8), 1, device=DEVICE)
     with pytest.raises(ValueError, match="4 heads do not divide over 3"):
         Shape(4, 3, 64, 64)
     with pytest.raises(ValueError, match="longer is prefill"):

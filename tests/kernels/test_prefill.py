@@ -84,7 +84,7 @@ def test_head_sizes(dim: int) -> None:
 
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 def test_page_sizes(block: int) -> None:
-    shape = Shape(2, 1, 64, 64, block_tokens=block, dtype=torch.float32)
+    shape = Shape(2, 1, 64, 64, page_tokens=block, dtype=torch.float32)
     check(Batch(shape, [1, block, block + 11], [1, 5, 12]))
 
 
@@ -204,9 +204,7 @@ def test_random_batches() -> None:
             return values[int(torch.randint(len(values), (), generator=gen))]
 
         kv = pick(1, 2, 3)
-        shape = Shape(
-            kv * pick(1, 2, 5), kv, 64, pick(64, 80), block_tokens=pick(16, 32), dtype=torch.float32
-        )
+        shape = Shape(kv * pick(1, 2, 5), kv, 64, pick(64, 80), page_tokens=pick(16, 32), dtype=torch.float32)
         queries = [pick(0, 1, 2, 17, 40) for _ in range(pick(1, 3, 5))]
         lengths = [count + pick(0, 1, 16, 50, 133) for count in queries]
         if sum(queries):

@@ -840,7 +840,7 @@ def test_rows_that_do_not_fit_the_pages_or_tokens() -> None:
     with pytest.raises(ValueError, match="at most 4 tokens"):
         run([0, 5], 2, 5)
     with pytest.raises(ValueError, match="must rise from 0"):
-        run([1, 4], 2)
+        run([-1, 4], 2)
     with pytest.raises(ValueError, match="`longest` is 3"):
         run([0, 4], 2, 3)
     with pytest.raises(ValueError, match="must lie in 0"):

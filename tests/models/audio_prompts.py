@@ -37,12 +37,31 @@ _OMNI_TOKENS = {
     "vision_end_token_id": END,
     "video_token_id": 2,
 }
+_GEMMA_TOKENS = {
+    "audio_token_id": AUDIO, "boa_token_id": OPEN, "eoa_token_index": CLOSE, "image_token_id": IMAGE, "video_token_id": 2,
+}  # fmt: skip
 
 TINY: dict[str, dict[str, Any]] = {
     "audioflamingo3": {
         "text_config": {**_TEXT, "model_type": "qwen2"},
         "audio_config": _ENCODER,
         "audio_token_id": AUDIO,
+    },
+    "gemma4": {
+        "text_config": {**VISION["gemma4"]["text_config"], "sliding_window": 30},
+        "vision_config": None,
+        "audio_config": {
+            "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "subsampling_conv_channels": [8, 4],
+            "conv_kernel_size": 3, "attention_chunk_size": 4, "attention_context_left": 5, "output_proj_dims": 24,
+            "initializer_range": 0.3,
+        },
+        **_GEMMA_TOKENS,
+    },
+    "gemma4_unified": {
+        "text_config": {**VISION["gemma4_unified"]["text_config"], "sliding_window": 30},
+        "vision_config": None,
+        "audio_config": {"audio_embed_dim": 8, "initializer_range": 0.3},
+        **_GEMMA_TOKENS,
     },
     "glmasr": {
         "text_config": _TEXT,
@@ -93,6 +112,8 @@ TINY: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 MASKS = {
     "audioflamingo3": "input_features_mask",
+    "gemma4": "input_features_mask",
+    "gemma4_unified": "input_features_mask",
     "glmasr": "input_features_mask",
     "qwen2_5_omni_thinker": "feature_attention_mask",
     "qwen2_audio": "feature_attention_mask",
@@ -126,6 +147,10 @@ def clip_of(family: str, seed: int) -> Clip:
     if family == "voxtral":
         return {"input_features": torch.randn(2 + seed % 3, 8, FRAMES, generator=gen) * 3}
     padded = FRAMES
+    if family.startswith("gemma4"):
+        mask = torch.arange(padded)[None] < frames
+        features = torch.randn(1, padded, 8, generator=gen) * 3 * mask[..., None]
+        return {"input_features": features, "input_features_mask": mask}
     if family.startswith("qwen3"):  # a window of these towers has 100 frames
         frames, padded = 4 * frames, 5 * FRAMES
     mask = (torch.arange(padded) < frames).long()[None]
@@ -139,6 +164,8 @@ def tokens_of(family: str, clip: Clip) -> int:
     if family == "granite_speech":
         return int(clip["input_features_mask"].sum())
     frames = int(clip[MASKS[family]].sum())
+    if family.startswith("gemma4"):
+        return frames if family == "gemma4_unified" else -(-frames // 4)
     if family.startswith("qwen3"):  # 13 tokens for 100 frames
         rest = (frames % 100 - 1) // 2 + 1
         return ((rest - 1) // 2 + 1 - 1) // 2 + 1 + frames // 100 * 13

@@ -54,6 +54,32 @@ _QWEN3_SIGHT = {
     "initializer_range": 0.3,
 }  # fmt: skip
 
+_GLM_SIGHT = {
+    "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4,
+    "image_size": 32, "spatial_merge_size": 2, "temporal_patch_size": 2,
+}  # fmt: skip
+_GLM = {
+    "image_token_id": IMAGE,
+    "image_start_token_id": BEGIN,
+    "image_end_token_id": END,
+    "video_token_id": 59,
+}
+_GEMMA4_TEXT: dict[str, Any] = {
+    **_TEXT, "head_dim": 8, "global_head_dim": 16, "sliding_window": WINDOW, "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
+_GEMMA4_SIGHT = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "head_dim": 8, "patch_size": 2, "pooling_kernel_size": 2, "position_embedding_size": 64, "initializer_range": 0.3,
+}  # fmt: skip
+_GEMMA4 = {
+    "image_token_id": IMAGE,
+    "video_token_id": 59,
+    "audio_token_id": 58,
+    "boi_token_id": BEGIN,
+    "eoi_token_id": END,
+}
+
 TINY: dict[str, dict[str, Any]] = {
     "llava": {
         "text_config": {"model_type": "llama", **_TEXT},
@@ -165,6 +191,75 @@ TINY: dict[str, dict[str, Any]] = {
         "vision_feature_layer": -1,
         "vision_feature_select_strategy": "full",
     },
+    "qwen3_5": {
+        "text_config": {
+            **_QWEN_TEXT, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+        },
+        "vision_config": {**_QWEN3_SIGHT, "deepstack_visual_indexes": []},
+        **_QWEN,
+    },
+    "qwen3_5_moe": {
+        "text_config": {
+            **_QWEN_TEXT, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+        },
+        "vision_config": {**_QWEN3_SIGHT, "deepstack_visual_indexes": []},
+        **_QWEN,
+    },
+    "gemma4": {
+        "text_config": {**_GEMMA4_TEXT, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64},
+        "vision_config": _GEMMA4_SIGHT,
+        **_GEMMA4,
+    },
+    "gemma4 with windows that see both ways": {
+        "text_config": {**_GEMMA4_TEXT, "use_bidirectional_attention": "vision"},
+        "vision_config": _GEMMA4_SIGHT,
+        **_GEMMA4,
+    },
+    "gemma4_unified": {
+        "text_config": _GEMMA4_TEXT,
+        "vision_config": {
+            "patch_size": 2, "pooling_kernel_size": 2, "mm_embed_dim": 24, "mm_posemb_size": 32, "output_proj_dims": 24,
+            "initializer_range": 0.3,
+        },
+        **_GEMMA4,
+    },
+    "kimi_k25": {
+        "text_config": {
+            "model_type": "deepseek_v3", **_TEXT, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 24,
+            "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2,
+            "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+        },
+        "vision_config": {
+            "patch_size": 4, "pos_emb_height": 8, "pos_emb_width": 8, "pos_emb_time": 1, "num_attention_heads": 2,
+            "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24, "merge_kernel_size": [2, 2],
+            "initializer_range": 0.3,
+        },
+        "projection_hidden_size": 16,
+        **_QWEN,
+    },
+    "exaone4_5": {
+        "text_config": {"model_type": "exaone4", **_TEXT, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        "vision_config": {
+            "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "num_key_value_heads": 1,
+            "out_hidden_size": 32, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 16,
+            "fullatt_block_indexes": [1], "initializer_range": 0.3,
+        },
+        "image_token_id": IMAGE,
+        "video_token_id": 59,
+    },
+    "glm46v": {
+        "text_config": {"model_type": "glm4v_text", **_QWEN_TEXT, "head_dim": 8},
+        "vision_config": {"model_type": "glm4v_vision", **_GLM_SIGHT},
+        **_GLM,
+    },
+    "glm_ocr": {
+        "text_config": {**_QWEN_TEXT, "head_dim": 8},
+        "vision_config": {**_GLM_SIGHT, "initializer_range": 0.3},
+        **_GLM,
+    },
     "vipllava": {
         "text_config": {"model_type": "llama", **_TEXT},
         "vision_config": {"model_type": "clip_vision_model", **_SIGHT},
@@ -182,24 +277,40 @@ SIZES = ((8, 12), (16, 4), (8, 8))
 
 def vision_model(family: str, **changes: Any) -> Any:
     torch.manual_seed(0)
-    kind = "llava" if family == "pixtral" else family
+    kind = "llava" if family == "pixtral" else family.partition(" ")[0]
     # Transformers changes the dicts it is given, and several families share one.
     settings = copy.deepcopy({**TINY[family], **changes})
     config = transformers.AutoConfig.for_model(kind, **settings)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     model.set_attn_implementation("eager")
-    for weight in model.parameters():
-        if weight.dim() > 1 and not weight.any():
-            torch.nn.init.normal_(
-                weight, std=0.3
-            )  # Gemma's projection begins at zero: every image would be the same
+    for name, weight in model.named_parameters():
+        if "embed_vision" in name and weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=1.0)  # so that images of Gemma 4 change tokens
+        elif weight.dim() > 1 and not weight.any():
+            # Gemma's projection begins at zero: every image would be the same.
+            torch.nn.init.normal_(weight, std=0.3)
     return model
 
 
 def image_of(family: str, seed: int) -> dict[str, torch.Tensor]:
     """What the processor of a family would make of an image; for some these have different sizes."""
     gen = torch.Generator().manual_seed(seed)
-    if family.startswith(("qwen", "glm4v")):
+    if family.startswith("gemma4"):  # pixels of 16 patches, or of 4 that the processor has joined
+        high, wide = ((2, 3), (4, 1), (2, 2))[seed % 3]
+        merge, pixels = (1, 48) if family == "gemma4_unified" else (2, 12)
+        places = torch.cartesian_prod(torch.arange(wide * merge), torch.arange(high * merge))
+        padded = functional.pad(places, (0, 0, 0, 6 * merge**2 - len(places)), value=-1)[None]
+        return {
+            "pixel_values": torch.rand(1, padded.shape[1], pixels, generator=gen),
+            "image_position_ids": padded,
+        }
+    if family == "kimi_k25":
+        grid = torch.tensor([GRIDS[seed % len(GRIDS)]])
+        return {
+            "pixel_values": torch.randn(int(grid.prod()), 3, 4, 4, generator=gen) * 3,
+            "image_grid_thw": grid,
+        }
+    if family.startswith(("qwen", "glm4", "glm_ocr", "exaone")):
         grid = torch.tensor([GRIDS[seed % len(GRIDS)]])
         patches = torch.randn(int(grid.prod()), 3 * 2 * 4 * 4, generator=gen) * 3
         return {"pixel_values": patches, "image_grid_thw": grid}
@@ -215,6 +326,9 @@ def image_of(family: str, seed: int) -> dict[str, torch.Tensor]:
 def tokens_of(family: str, image: dict[str, torch.Tensor]) -> int:
     if "image_grid_thw" in image:
         return int(image["image_grid_thw"].prod()) // 4
+    if "image_position_ids" in image:
+        real = int((image["image_position_ids"] >= 0).all(-1).sum())
+        return real if family == "gemma4_unified" else real // 4
     patches = image["pixel_values"].shape[2] * image["pixel_values"].shape[3] // 4
     return patches if family in ("llava", "gemma3", "pixtral", "vipllava") else patches // 4
 
@@ -259,7 +373,7 @@ def inputs_of(
         inputs = _together(images)
         if family == "gemma3":
             inputs["token_type_ids"] = (ids == IMAGE).int()
-        elif "image_grid_thw" in inputs:
+        elif family.startswith(("qwen", "glm", "gemma4")):
             inputs["mm_token_type_ids"] = (ids == IMAGE).int()
     return inputs
 

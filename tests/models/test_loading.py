@@ -318,8 +318,15 @@ def test_rotary_frequencies_do_not_follow_the_batch() -> None:
     prompts = prompts_of(1, (5, 20, 40))
     wanted = expected(model, prompts)
     assert Runner(model).generate(prompts) == wanted
-    dynamic = config_of("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
-    assert "rope type dynamic" in str(refusal(dynamic))
+
+
+def test_dynamic_rope_scaling_keeps_its_frequencies_within_the_limit_of_the_model() -> None:
+    model = tiny("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    model.set_attn_implementation("eager")
+    prompts = prompts_of(1, (5, 20, 110))  # the limit is 128
+    wanted = expected(model, prompts)
+    assert refusal(model.config) is None
+    assert Runner(model).generate(prompts) == wanted
 
 
 @pytest.mark.parametrize("wrong", ["cudda", "gpu", "cpu:x", "cuda:99", torch.device("cuda", 99)])

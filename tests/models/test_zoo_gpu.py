@@ -22,9 +22,9 @@ import transformers
 
 from tests.engines import make_engine
 
-TOLERANCE = 0.15
+TOLERANCE = 0.2
 """How far below the likeliest token's logit a chosen one may lie, in standard deviations of the row's logits: with bf16's 8
-bits the results of two orders of summation differ by that much in the deepest of these models."""
+bits the results of two orders of summation differ by that much in the deepest of these models, and where an expert is chosen by a hair."""
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "initializer_range": 0.05}
 MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64, "head_dim": 64}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -66,8 +66,7 @@ def test_tokens_are_hugging_faces_within_rounding(family: str) -> None:
     engine = make_engine(model, 1 << 26, token_budget=70, max_running=4)
     engine.buffer.view(torch.bfloat16).fill_(torch.nan)
     engine.prepare()
-    without = engine.runner.pages.has_states or runs_separately(model)
-    assert (engine.runner.piecewise is None) == without
+    assert (engine.runner.piecewise is None) == runs_separately(model)
     requests = [engine.add(prompt, SamplingParams(max_tokens=12, temperature=0)) for prompt in prompts]
     engine.run()
     _within_rounding(own, requests)

@@ -8,7 +8,21 @@ from typing import Any
 
 import transformers
 
-from .tiny import DELTA, EXPERTS, GPT2, KIMI, MLA, NO_GROUPS, OMIT, ROUTED, SIZES, SLIDING, TINY, WINDOW
+from .tiny import (
+    DELTA,
+    EXPERTS,
+    GPT2,
+    KIMI,
+    MAMBA2,
+    MLA,
+    NO_GROUPS,
+    OMIT,
+    ROUTED,
+    SIZES,
+    SLIDING,
+    TINY,
+    WINDOW,
+)
 
 BERT = {**NO_GROUPS, "is_decoder": True, "type_vocab_size": 2}
 BART = {
@@ -111,6 +125,25 @@ MORE: dict[str, dict[str, Any]] = {
         "max_seq_len": 128,
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "qwen2_moe with windows": {
+        "model_type": "qwen2_moe",
+        **EXPERTS,
+        "shared_expert_intermediate_size": 16,
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+    },
+    "lfm2_moe without a bias": {
+        "model_type": "lfm2_moe",
+        "layer_types": ["conv", "full_attention"] * 2,
+        **EXPERTS,
+        "use_expert_bias": False,
+    },
+    "bamba with another activation": {
+        "model_type": "bamba",
+        "attn_layer_indices": [1],
+        **MAMBA2,
+        "hidden_act": "gelu",
     },
     # Decoders that were made from encoders.
     "bert": {"model_type": "bert", **BERT},
@@ -295,6 +328,16 @@ MORE: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": 64,
     },
+    "gemma4_text without inputs for each layer": {
+        "model_type": "gemma4_text",
+        "head_dim": 8,
+        **SLIDING,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+    },
     "gemma4_unified_text": {"model_type": "gemma4_unified_text", "head_dim": 8, **SLIDING},
     "bailing_hybrid": {
         **KIMI,
@@ -341,6 +384,7 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "recurrent_gemma": {
         "model_type": "recurrent_gemma",
+        "hidden_size": 48,
         "lru_width": 32,
         "attention_window_size": 8,
         "head_dim": 8,

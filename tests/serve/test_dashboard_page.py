@@ -570,7 +570,7 @@ def test_a_pool_of_a_million_pages_is_drawn_within_a_frame(browser: Browser, ser
         tenants=[Tenant(name) for name in ("red", "green", "blue")],
     )
     rng = np.random.default_rng(0)
-    survey, pictures = cache.pool_map(), []
+    survey, pictures = cache.inspect.pool_map(), []
     for i in range(100):
         seq = grown(
             cache,

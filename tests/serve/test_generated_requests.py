@@ -152,7 +152,7 @@ def embedded() -> Iterator[Running]:
 
 
 def exchange(server: Running, method: str, path: str, body: Any) -> tuple[int, str]:
-    """Sends a request, and reads the whole answer, also that of a stream."""
+    """Send a request, and read the whole answer, also that of a stream."""
     connection = HTTPConnection(urlsplit(server.url).netloc, timeout=60)
     data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
     try:

@@ -196,7 +196,7 @@ def test_explain_describes_a_request(observed: Observed) -> None:
     done = explain(server, id_)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[:3] == [
-        f"{id_} of tenant red: finished (length), 2 tokens made.",
+        f"{id_} of tenant red: finished (length), 2 output tokens.",
         "Of its 100 prompt tokens, 100 were computed.",
         "The lookup ended at token 0 of 100: no earlier request began with these tokens.",
     ]
@@ -311,7 +311,7 @@ def test_the_account_of_a_loaded_prompt_adds_up(reason: str) -> None:
         "Of its 100 prompt tokens, 16 were in the pool, 32 were loaded from disk, 16 were loaded from host and 36 were computed (64% cached)."
     )
     assert end.startswith("The lookup ended at token 80 of 100: ")
-    assert end.endswith("Of the tokens before it, 16 were computed while the others loaded.")
+    assert end.endswith("Of the tokens before it, 16 were computed while pages of the others were loaded.")
     assert ("no tier supplied them" in end) == (reason != "snapshot missing")
 
 

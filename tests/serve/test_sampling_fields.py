@@ -14,6 +14,8 @@ from kvloom.serve.api.prompts import PromptEncoder, PromptLimits
 from kvloom.serve.api.request_fields import CompletionFields
 from kvloom.serve.errors import ApiError
 from tests.engine.made_tokenizers import byte_level
+from tests.engine.test_generation_config import expected as greedy_tokens
+from tests.models.zoo import prompts_of, tiny
 from tests.serve.running import Running, running
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -176,3 +178,20 @@ def test_allowed_templates_render_within_limits(folder: Path) -> None:
         assert (status, found["error"]["param"]) == (400, "chat_template")
         assert tokenize(chat_template=OWN)[0] == 200
         assert tokenize()[0] == 200
+
+
+@pytest.mark.slow
+def test_fields_that_a_request_does_not_set_are_those_of_the_generation_config(tmp_path: Path) -> None:
+    model = tiny("llama")
+    model.set_attn_implementation("eager")
+    given = {"eos_token_id": [7, 11, *range(40, 50)], "min_new_tokens": 4, "max_new_tokens": 9}
+    model.generation_config.update(**given, repetition_penalty=1.5, bad_words_ids=[[50]])
+    prompts = prompts_of(3, (5, 17, 33))
+    wanted = [greedy_tokens(model, prompt) for prompt in prompts]
+    model.save_pretrained(tmp_path)
+    with running(tmp_path, "--name", "tiny", "--pool", "4MiB") as server:
+        for prompt, tokens in zip(prompts, wanted, strict=True):
+            found = server.complete(prompt=prompt, temperature=0, return_token_ids=True)
+            assert found["choices"][0]["token_ids"] == tokens
+        own = server.complete(prompt=prompts[0], max_tokens=2, min_tokens=1, return_token_ids=True)
+        assert len(own["choices"][0]["token_ids"]) <= 2

@@ -45,6 +45,7 @@ def test_top_once_prints_the_dashboard(server: Running, capsys: pytest.CaptureFi
         "pool",
         "prefix tree",
         "never seen",
+        "chunk: 2,048 tokens",
         "no tiers",
         "full",
     ):
@@ -53,6 +54,20 @@ def test_top_once_prints_the_dashboard(server: Running, capsys: pytest.CaptureFi
     assert main(["top", "--url", server.url, "--json"]) == 0
     state = json.loads(capsys.readouterr().out)
     assert state["engine"]["pool"]["cached_pages"] > 0
+
+
+def test_explain_prints_measured_settings(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    server.complete(prompt="settings", max_tokens=2, ignore_eos=True)
+    time.sleep(1.1)
+    assert main(["explain", "--settings", "--url", server.url]) == 0
+    assert capsys.readouterr().out == (
+        "chunk: 2,048 tokens: no decoding request has an objective for the time between tokens\n"
+    )
+    assert main(["explain", "--settings", "--url", server.url, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["name"] == "chunk"
+    assert server.metrics()['kvloom_setting{setting="chunk"}'] == 2048
+    assert main(["explain", "cmpl-1", "--settings", "--url", server.url]) == 2
+    assert "--settings explains no request" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "ftp://127.0.0.1", "nothing"])

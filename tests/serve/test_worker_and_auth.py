@@ -57,6 +57,23 @@ def test_messages_survive_encoding() -> None:
         assert msgspec.msgpack.decode(data[HEADER_BYTES:], type=kind) == message
 
 
+def test_a_stream_interval_groups_tokens_but_not_the_first() -> None:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    worker = Worker(make_engine(LlamaForCausalLM(config).eval(), 1 << 22), stream_interval=4)
+    params = SamplingParams(max_tokens=11, temperature=0, ignore_eos=True)
+    worker.handle(Add(1, [3, 4, 5], params, stream=True))
+    worker.handle(Add(2, [3, 4, 5], params))
+    deltas: dict[int, list[Delta]] = {1: [], 2: []}
+    while not (deltas[2] and deltas[1][-1].finish_reason):
+        for delta in (worker.step() or Outputs([], [])).deltas:
+            deltas[delta.id].append(delta)
+    assert [len(delta.tokens) for delta in deltas[1]] == [1, 4, 4, 2]
+    assert [token for delta in deltas[1] for token in delta.tokens] == deltas[2][0].tokens
+
+
 def test_waiting_deltas_are_merged_and_errors_follow_them() -> None:
     async def talk() -> None:
         stream = ResponseStream([1, 2], max_characters=100)

@@ -45,7 +45,7 @@ class Log:
             self.operations.append(operation)
 
     def required(self, done: int) -> frozenset[int]:
-        """Returns the pages that must survive a crash after `done` operations: acknowledged, and neither evicted nor
+        """Return the pages that must survive a crash after `done` operations: acknowledged, and neither evicted nor
         dropped by the running step."""
         running = max(at for at, first in enumerate(self.steps) if first <= done)
         acknowledged = {page for at, page in self.acknowledged if at <= done}
@@ -102,7 +102,7 @@ class Unsynced(Files):
 
 
 def _apply(content: bytearray, operation: Operation, kept: Sequence[tuple[int, int]] | None = None) -> None:
-    """Applies a change to a file. `kept` are the ranges of a write that reach the disk."""
+    """Apply a change to a file. `kept` are the ranges of a write that reach the disk."""
     at = operation.offset
     if operation.call == "write":
         for start, stop in [(0, len(operation.data))] if kept is None else kept:
@@ -168,7 +168,7 @@ class Disk:
         return {name: bytes(inode.content) for name, inode in self._names.items()}
 
     def torn(self, write: Operation) -> Iterator[Image]:
-        """Yields the directory with every part of a write, in steps of a sector."""
+        """Yield the directory with every part of a write, in steps of a sector."""
         for stop in range(SECTOR, len(write.data), SECTOR):
             content = bytearray(self._names[write.name].content)
             _apply(content, write, [(0, stop)])
@@ -194,7 +194,7 @@ class Crash:
 
 
 def crashes(log: Log, power: bool) -> Iterator[Crash]:
-    """Yields every different directory of a crash: before the first operation, after each operation, and inside each
+    """Yield every different directory of a crash: before the first operation, after each operation, and inside each
     write. With `power`, also after power cuts at the same points."""
     disk, seen = Disk(), set[tuple[object, ...]]()
     for done in range(len(log.operations) + 1):

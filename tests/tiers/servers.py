@@ -75,7 +75,7 @@ def stopped(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _state(pid: int) -> str:
-    """Returns the state of all its threads: T only if all are stopped."""
+    """Return the state of all its threads: T only if all are stopped."""
     states = {
         path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")
     }

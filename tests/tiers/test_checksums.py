@@ -26,7 +26,7 @@ def native() -> ModuleType:
 
 
 def plain(data: bytes, run_bytes: int) -> bytes:
-    """Returns the checksums of the package xxhash, run by run."""
+    """Return the checksums of the package xxhash, run by run."""
     runs = [data[at : at + run_bytes] for at in range(0, len(data), run_bytes)]
     return b"".join(xxhash.xxh3_64_intdigest(run).to_bytes(8, "little") for run in runs)
 

@@ -20,7 +20,7 @@ SOURCE = Path(__file__).parent / "toy_tier.py"
 
 
 def install(folder: Path, entry_points: str, package: str = "toy") -> None:
-    """Writes what an installer writes: a module and its metadata."""
+    """Write what an installer writes: a module and its metadata."""
     info = folder / f"{package}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")

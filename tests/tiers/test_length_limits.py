@@ -28,7 +28,7 @@ MIB = 1 << 20
 
 @contextmanager
 def server(answer: bytes) -> Iterator[int]:
-    """Answers the first command with these bytes, and nothing more."""
+    """Answer the first command with these bytes, and nothing more."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         over = threading.Event()
 

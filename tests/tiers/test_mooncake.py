@@ -61,7 +61,7 @@ class MooncakeHarness(Harness):
         return [(key, bytearray(value)) for key, value in found if value]
 
     def replace(self, key: str, value: bytes) -> None:
-        """Replaces the bytes: a `put` alone would keep the old ones and report success."""
+        """Replace the bytes: a `put` alone would keep the old ones and report success."""
         assert self.client.put(key, b"other") == 0  # type: ignore[attr-defined]
         assert self.client.get_size(key) == len(value)  # type: ignore[attr-defined]
         assert self.client.remove(key, True) == 0  # type: ignore[attr-defined]
@@ -147,6 +147,20 @@ def test_a_segment_of_an_ended_process_costs_misses(tier: RemoteTier, port: int)
     while not put(tier, range(20)).ok.all() and time.monotonic() < deadline:
         time.sleep(0.5)
     get(tier, range(20))
+
+
+def test_pages_with_two_replicas_survive_the_end_of_any_segment(tmp_path: Path) -> None:
+    with mooncake_master(tmp_path) as (port, _):
+        holders = [opened(port), opened(port)]
+        config = MooncakeConfig(f"127.0.0.1:{port}", replicas=2)
+        tier = open_mooncake(config, RemoteConfig(CAPACITY, timeout=5.0))
+        assert put(tier, range(20)).ok.all()
+        holders.pop().close()
+        assert get(tier, range(20)).ok.all()
+        holders.pop().close()
+        tier.close()
+    with pytest.raises(ValueError, match="replicas 0 must be 1 or more"):
+        MooncakeConfig("127.0.0.1:1", replicas=0)
 
 
 def test_a_crashed_master_costs_misses_and_a_bounded_wait_and_recovers(tmp_path: Path) -> None:

@@ -394,7 +394,7 @@ def test_a_redis_server_with_clients_of_an_earlier_release_stays_consistent(tmp_
 
 
 def reserved(tracker: CapacityTracker, tenant: str, *names: int) -> tuple[list[int], list[int]]:
-    """Reserves values of 10 bytes. Returns the refused and the evicted names."""
+    """Reserve values of 10 bytes. Return the refused and the evicted names."""
     keys = {bytes([name]): 10 for name in names}
     accepted, evicted = tracker.reserve(keys, tenant)
     return [key[0] for key in keys if key not in accepted], [key[0] for key in evicted]

@@ -102,7 +102,7 @@ class ToyTier(Tier):
 
 
 def parse_url(url: str) -> Callable[[], ToyTier]:
-    """Parses `toy:?capacity=4MiB`."""
+    """Parse `toy:?capacity=4MiB`."""
     options = Options(url, urlsplit(url).query)
     capacity = options.size("capacity")
     options.reject_unknown()

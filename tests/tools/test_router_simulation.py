@@ -77,8 +77,8 @@ def test_blocks_of_a_restarted_worker_are_found(monkeypatch: pytest.MonkeyPatch)
 def test_a_wrong_count_of_the_queue_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = FairQueue.leave
 
-    def leave(self: FairQueue) -> None:
-        plain(self)
+    def leave(self: FairQueue, tenant: str) -> None:
+        plain(self, tenant)
         self.running += self.running > 2
 
     monkeypatch.setattr(FairQueue, "leave", leave)

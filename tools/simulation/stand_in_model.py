@@ -247,16 +247,16 @@ class StandInRunner:
         """Return the numbers in some pages: [pages, layers, c and v, tokens]."""
         count = len(memory) // group.page_stride
         rows = memory[: count * group.page_stride].reshape(count, group.page_stride)
-        size = group.run_layers * 2 * group.block_tokens
+        size = group.run_layers * 2 * group.page_tokens
         found: Numbers = rows[pages][:, : 8 * size].copy().view(np.uint64)
-        return found.reshape(len(found), group.run_layers, 2, group.block_tokens)
+        return found.reshape(len(found), group.run_layers, 2, group.page_tokens)
 
     def _read(
         self, sequence: Sequence, group: PageGroup, run: int, first: int, stop: int
     ) -> tuple[Numbers, Numbers]:
         """Return c and v of the tokens [first, stop), from the pool and from cold pages in host memory. The layers of
         a page are combined."""
-        block, column = group.block_tokens, group.column + run
+        block, column = group.page_tokens, group.column + run
         begin, end = first // block, -(-stop // block)
         if begin >= end:
             none = np.zeros(0, np.uint64)
@@ -280,7 +280,7 @@ class StandInRunner:
     def _write(
         self, sequence: Sequence, group: PageGroup, run: int, start: int, c: Numbers, v: Numbers
     ) -> None:
-        block, column = group.block_tokens, group.column + run
+        block, column = group.page_tokens, group.column + run
         positions = np.arange(start, start + len(c))
         pages = self._cache.page_tables[column, sequence.row, positions // block].astype(np.int64)
         assert pages.all(), "a token is written to page 0: no page is reserved for it"

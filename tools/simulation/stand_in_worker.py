@@ -279,7 +279,7 @@ class StandInWorker:
         self.store([*prompt, *tokens], body.get("tenant", ""))
 
     async def _next_part(self, connection: Connection) -> bool:
-        """Wait until the next part of an answer is computed. Returns False if the answer has ended with an error."""
+        """Wait until the next part of an answer is computed. Return False if the answer has ended with an error."""
         faults = self._faults
         await asyncio.sleep(
             faults.delay(20, 100, 700) if faults.happens("slow") else faults.delay(0, 1, 1, 2)

@@ -53,7 +53,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     async def create_connection(
         self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any
     ) -> Any:
-        """Connect a new protocol to the stand-in at `host` and `port`. Returns the transport and the protocol."""
+        """Connect a new protocol to the stand-in at `host` and `port`. Return the transport and the protocol."""
         protocol = protocol_factory()
         return await self.connect(protocol, host, port), protocol
 

@@ -15,30 +15,32 @@ RENAMED = {"below": "offload"}
 BENCHMARKS = {
     "index": "cache bookkeeping: hash, match, allocate, publish, evict (CPU)",
     "kernels": "attention, writes, copies (GPU)",
-    "compare": "kvloom and every installed peer on the same work, with a chart (both)",
-    "engine": "whole workloads, compared with Hugging Face and vLLM (both)",
-    "serve": "many concurrent streams on a server (both)",
-    "online": "servers under the same request rates: latency, requests within an objective (both)",
+    "compare": "kvloom and every installed peer on the same work, with a chart (CPU or GPU)",
+    "engine": "whole workloads, compared with Hugging Face and vLLM (CPU or GPU)",
+    "serve": "many concurrent streams on a server (CPU or GPU)",
+    "online": "servers under the same request rates: latency, requests within an objective (CPU or GPU)",
     "admission": "requests per second within their objective under overload (CPU)",
-    "metrics": "cost of the server's metrics (both)",
+    "metrics": "cost of the server's metrics (CPU or GPU)",
     "memory": "how soon a busy model uses the memory of an idle one (CPU)",
-    "quality": "perplexity under quantised KV (both)",
-    "documents": "quality and time to first token if the K and V of documents are reused (both)",
+    "quality": "perplexity under quantised KV (CPU or GPU)",
+    "documents": "quality and time to first token if the K and V of documents are reused (CPU or GPU)",
     "tiers": "throughput of tiers and their media, compared with LMCache (CPU)",
     "router": "cost of the router: events, scoring, added latency (CPU)",
     "routing": "hits and time to first token of agent sessions over four workers, by router (CPU)",
     "disaggregation": "prefill and decode workers against workers that do both: time between tokens, hand-over (CPU)",
     "encoding": "an encode worker against workers that also encode images: time between tokens, first token (CPU)",
     "kills": "kill -9 of workers, engines and routers under load: wrong and lost answers (CPU)",
-    "offload": "an engine with tiers: time to first token, hits, cost (both)",
-    "speculation": "tokens per second with and without drafts (both)",
-    "lora": "cost of LoRA adapters in a batch (both)",
+    "offload": "an engine with tiers: time to first token, hits, cost (CPU or GPU)",
+    "speculation": "tokens per second with and without drafts (CPU or GPU)",
+    "lora": "cost of LoRA adapters in a batch (CPU or GPU)",
 }
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = "\n".join(f"  {name:14} {what}" for name, what in BENCHMARKS.items())
+    parser.epilog = "benchmarks, and where they run:\n" + "\n".join(
+        f"  {name:14} {what}" for name, what in BENCHMARKS.items()
+    )
     parser.add_argument(
         "benchmark",
         type=_current_name,

@@ -5,9 +5,10 @@ the ratios as a chart.
     engine        whole requests          Hugging Face's generate(), vLLM        this interpreter, --vllm-python
     bookkeeping   the cache of a request  vLLM's block manager, SGLang's trees   --vllm-python, --sglang-python
     tiers         writes, reads of pages  LMCache's backends                     --lmcache-python
+    router        the index of workers    Dynamo's indexer                       --dynamo-python
 
-Each part is a benchmark of its own (`engine`, `index`, `tiers`). This module finds the peers, runs the parts, and draws
-the chart. A ratio above 1 means that kvloom is faster.
+Each part is a benchmark of its own (`engine`, `index`, `tiers`, `router_index`). This module finds the peers, runs the
+parts, and draws the chart. A ratio above 1 means that kvloom is faster.
 """
 
 from __future__ import annotations
@@ -29,10 +30,13 @@ from typing import Any
 from kvloom.arguments import Parser, interpreter, number, whole
 
 from .chart import Bar, bar_chart
+from .router_index import compare_lookups, make_work
 
 __all__ = ["PEERS", "Comparison", "bars_of", "find_peers", "main"]
 
-PARTS = ("engine", "bookkeeping", "tiers")
+PARTS = ("engine", "bookkeeping", "tiers", "router")
+WITH_PYTHON = ("vllm", "sglang", "lmcache", "dynamo")
+"""Peers that may have an interpreter of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,7 @@ PEERS = {
     "vllm": Peer("vLLM", "vllm", ("engine", "bookkeeping"), "make build/vllm/bin/vllm (CPU), or pip install vllm in an environment of its own and --vllm-python PATH"),
     "sglang": Peer("SGLang", "sglang", ("bookkeeping",), "make build/sglang/bin/sglang, or --sglang-python PATH"),
     "lmcache": Peer("LMCache", "lmcache", ("tiers",), "make build/lmcache/bin/lmcache, or --lmcache-python PATH"),
+    "dynamo": Peer("Dynamo", "dynamo", ("router",), "make build/dynamo/bin/python, or --dynamo-python PATH"),
 }  # fmt: skip
 
 
@@ -165,10 +170,26 @@ def tier_rows(report: dict[str, Any]) -> list[Comparison]:
     ]  # fmt: skip
 
 
+def _router(found: dict[str, str], args: argparse.Namespace) -> list[Comparison]:
+    work = make_work()
+    ours, theirs = compare_lookups(work, found["dynamo"], args.rounds)
+    return router_rows(f"{work.blocks} blocks, {len(work.counts[0])} workers", ours, theirs)
+
+
+def router_rows(size: str, ours: dict[str, float], theirs: dict[str, float]) -> list[Comparison]:
+    """Return the comparisons of the part router."""
+    works = {"lookup_us": f"find a prompt of {size}", "store_us": "store a block from an event"}
+    return [
+        Comparison("router", work, "Dynamo", "µs", ours[key], theirs[key], theirs[key] / ours[key])
+        for key, work in works.items()
+    ]
+
+
 RUN: dict[str, Callable[[dict[str, str], argparse.Namespace], list[Comparison]]] = {
     "engine": _engine,
     "bookkeeping": _bookkeeping,
     "tiers": _tiers,
+    "router": _router,
 }
 
 
@@ -196,12 +217,13 @@ def _parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="parts:\n  engine       requests on a model with random weights: Hugging Face, vLLM\n"
         "  bookkeeping  match, allocate and release of a request's blocks: vLLM, SGLang\n"
-        "  tiers        pages written and read: LMCache\n\n"
+        "  tiers        pages written and read: LMCache\n"
+        "  router       the router's index of workers: Dynamo\n\n"
         "A peer is looked for in this interpreter, and in build/NAME/bin/python, which `make` creates.",
     )
     add = parser.add_argument
-    add("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help="parts to run: engine, bookkeeping, tiers (default: all)")  # fmt: skip
-    for key in ("vllm", "sglang", "lmcache"):
+    add("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help="parts to run: engine, bookkeeping, tiers, router (default: all)")  # fmt: skip
+    for key in WITH_PYTHON:
         add(f"--{key}-python", type=interpreter, metavar="PATH", help=f"interpreter with {PEERS[key].name}")
     add("--shape", default="kvloom-llama", metavar="NAME", help="model shape of the part engine (default: kvloom-llama; see `kvloom bench engine --help`)")  # fmt: skip
     add("--only", nargs="+", default=["W1", "W3", "W5"], metavar="W", help="workloads of the part engine (default: W1 W3 W5)")  # fmt: skip
@@ -218,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.svg is not None and not args.svg.absolute().parent.is_dir():
         print(f"kvloom bench compare: there is no folder for --svg {args.svg}", file=sys.stderr)
         return 2
-    given = {key: vars(args)[f"{key}_python"] or _built(key) for key in ("vllm", "sglang", "lmcache")}
+    given = {key: vars(args)[f"{key}_python"] or _built(key) for key in WITH_PYTHON}
     found, missing = find_peers({"hf": sys.executable, **given})
     for key, install in missing.items():
         print(f"{PEERS[key].name} is not installed: {install}", file=sys.stderr)

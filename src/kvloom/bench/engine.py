@@ -327,7 +327,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _capacity(args: argparse.Namespace) -> int:
-    """Report the measured and the planned capacity. Returns exit code 1 if they differ, else 0."""
+    """Report the measured and the planned capacity. Return exit code 1 if they differ, else 0."""
     from kvloom.models.specs import known_models, load_spec, model_spec
 
     from .pool_usage import capacity

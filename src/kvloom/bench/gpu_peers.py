@@ -127,7 +127,7 @@ def shared_peers(
     """Return calls of FlashInfer's two-level cascade. All sequences share the pages `prefix`, and each sequence has
     its own pages `own` ([sequences, pages]). All pages are full.
 
-    Returns one call with FlashInfer's default kernels, and one with its older kernels, which split long prefixes.
+    Return one call with FlashInfer's default kernels, and one with its older kernels, which split long prefixes.
     """
     flashinfer = _library("flashinfer")
     if flashinfer is None:

@@ -232,8 +232,8 @@ class _Clients:
 
     @staticmethod
     def _died(router: _Server, since: float) -> bool:
-        """Return whether a router died after the time `since`, or within the 30 seconds before it. A router that died
-        before `since` may still be starting."""
+        """Return whether a router died later than 30 seconds before the time `since`. A router needs up to 30 seconds
+        to start again."""
         return any(death > since - 30 for death in router.deaths)
 
     async def ask(self, url: str, path: str, body: dict[str, Any], stream: bool) -> str:

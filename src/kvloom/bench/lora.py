@@ -91,7 +91,7 @@ def generate(
 
 
 def measure(args: Any) -> list[Row]:
-    """Return the rows of all cases and numbers of streams."""
+    """Return one row per case and number of streams."""
     import copy
 
     import torch

@@ -15,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from kvloom.serve.http_client import KEY
 from .online_client import FIRST_ID, Answer, ClientWork, Plan
 from .serve import served_model
 
-__all__ = ["main", "measure", "plan_requests", "summary"]
+__all__ = ["OnlineLoad", "main", "measure", "plan_requests", "summary"]
 
 WORK = {
     "chat": "independent questions with about 220 prompt tokens and 200 output tokens; both lengths are log-normal",
@@ -42,6 +43,24 @@ DRAIN_SECONDS = 60.0
 START_SECONDS = 0.3
 """Time between the command to start and the first request."""
 PERCENTS = (50, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineLoad:
+    """The load that servers get, without its rate. The command line explains the fields. `seconds` is the length of a
+    load with a finite rate, and `requests` the number of requests at an infinite rate."""
+
+    work: str
+    seconds: float = 20.0
+    requests: int = 500
+    clients: int = 4
+    ttft_ms: float = 500.0
+    tbt_ms: float = 50.0
+    tokenizer: Path | None = None
+    vocabulary: int = 4096
+    seed: int = 0
+    model: str | None = None
+    key: str = ""
 
 
 def plan_requests(work: str, rate: float, count: int, seed: int) -> list[Plan]:
@@ -214,21 +233,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.tokenizer is not None and not options.tokenizer.is_file():
             raise ValueError(f"--tokenizer {options.tokenizer}: no such file")
-        rows = measure(
-            options.servers,
-            options.work,
-            options.rates,
-            options.seconds,
-            options.requests,
-            options.clients,
-            options.ttft,
-            options.tbt,
-            options.tokenizer,
-            options.vocabulary,
-            options.seed,
-            options.model,
+        load = OnlineLoad(
+            options.work, options.seconds, options.requests, options.clients, options.ttft, options.tbt,
+            options.tokenizer, options.vocabulary, options.seed, options.model,
             options.api_key or os.environ.get(KEY) or "",
-        )
+        )  # fmt: skip
+        rows = measure(options.servers, load, options.rates)
     except (ValueError, OSError) as error:
         print(f"kvloom bench online: {error}", file=sys.stderr)
         return 2
@@ -240,36 +250,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(
-    servers: Sequence[tuple[str, str]],
-    work: str,
-    rates: Sequence[float],
-    seconds: float,
-    requests: int = 500,
-    clients: int = 4,
-    ttft_ms: float = 500.0,
-    tbt_ms: float = 50.0,
-    tokenizer: Path | None = None,
-    vocabulary: int = 4096,
-    seed: int = 0,
-    model: str | None = None,
-    key: str = "",
+    servers: Sequence[tuple[str, str]], load: OnlineLoad, rates: Sequence[float]
 ) -> list[dict[str, Any]]:
-    """Measure servers, given as (name, URL), at each rate. Return one row per rate and server. The parameters are those
-    of the command line. Each row is also printed to stderr when it is measured."""
-    models = {name: model or served_model(url, key or None) for name, url in servers}
+    """Measure servers, given as (name, URL), at each rate. Return one row per rate and server. Prints a line to stderr
+    after each measurement."""
+    models = {name: load.model or served_model(url, load.key or None) for name, url in servers}
     rows = []
     for turn, rate in enumerate(rates):
-        count = requests if math.isinf(rate) else max(1, round(rate * seconds))
-        plans = plan_requests(work, rate, count, seed + turn)
+        count = load.requests if math.isinf(rate) else max(1, round(rate * load.seconds))
+        seed, shown = load.seed + turn, "inf" if math.isinf(rate) else rate
+        plans = plan_requests(load.work, rate, count, seed)
         limit = plans[-1].at + DRAIN_SECONDS
         for name, url in servers:
-            part = ClientWork(
-                url, models[name], limit, plans, str(tokenizer or ""), vocabulary, seed + turn, key
+            work = ClientWork(
+                url, models[name], limit, plans, str(load.tokenizer or ""), load.vocabulary, seed, load.key
             )
-            answers = run_clients(part, min(clients, count))
-            shown = "inf" if math.isinf(rate) else rate
-            rows.append({"server": name, "rate": shown, **summary(answers, ttft_ms, tbt_ms)})
-            print(f"{name}, rate {shown}: {rows[-1]}", file=sys.stderr, flush=True)
+            answers = run_clients(work, min(load.clients, count))
+            rows.append({"server": name, "rate": shown, **summary(answers, load.ttft_ms, load.tbt_ms)})
+            failed = sum(rows[-1]["errors"].values())
+            print(
+                f"{name}, {load.work}, {shown} requests per second: {len(answers)} sent, {failed} failed",
+                file=sys.stderr,
+                flush=True,
+            )
     return rows
 
 

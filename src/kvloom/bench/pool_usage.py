@@ -88,8 +88,8 @@ def _sum_once(pages: Ids, tokens: npt.NDArray[np.int64]) -> int:
 
 
 class PeakUsage:
-    """Measures the waste when the most pages are in use. The waste changes a lot if many blocks become full in the same
-    step, so the result is the mean of several samples around this moment.
+    """Measures the waste when the most pages are in use. The waste changes a lot if many blocks become full in the
+    same step. The result is therefore the mean of several samples around this moment.
     """
 
     SHARE = 0.01

@@ -48,7 +48,7 @@ class Quality:
         return math.exp(float(self.nats.double().mean()))
 
     def against(self, other: Quality) -> dict[str, float]:
-        """Compare this result with `other`, a result on the same tokens. Returns `more_nats`, the mean loss of this
+        """Compare this result with `other`, a result on the same tokens. Return `more_nats`, the mean loss of this
         result minus the mean loss of `other`, in nats per token. Also returns `same_choice`, the share of equal
         choices."""
         more = float((self.nats.double() - other.nats.double()).mean())

@@ -109,7 +109,7 @@ def measure_events(workers: int, batches: int = 400) -> dict[str, Any]:
 
 def measure_score(workers: int, blocks: int, rounds: int = 300) -> dict[str, Any]:
     """Measure two times: to find how many tokens of a prompt each worker has cached, and to choose a worker. Each
-    worker has four open requests. Returns medians over many prompts."""
+    worker has four open requests. Return medians over many prompts."""
     from kvloom.cluster.router import FleetIndex, Scorer, SpeedModel, WorkerLoad
     from kvloom.core import hash_chain, root_hash, token_bytes
     from kvloom.events_wire import BlockStored, EventBatch, raw_tokens, wire_hashes
@@ -152,7 +152,7 @@ def measure_score(workers: int, blocks: int, rounds: int = 300) -> dict[str, Any
 
 
 async def measure_latency(rates: list[int], seconds: int) -> list[dict[str, Any]]:
-    """Send requests at fixed rates to a worker that answers at once, directly and through a router. Returns one entry
+    """Send requests at fixed rates to a worker that answers at once, directly and through a router. Return one entry
     per rate."""
     import aiohttp
 

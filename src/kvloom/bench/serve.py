@@ -33,11 +33,11 @@ from rich.table import Table
 from kvloom.arguments import Parser, number, progress_bar, server, whole
 from kvloom.serve.http_client import KEY, open_url
 
+from .online_client import FIRST_ID
+
 __all__ = ["Load", "Seen", "main", "offer", "served_model", "started"]
 
 STARTUP_SECONDS = 300
-FIRST_ID = 3
-"""Smallest token id in prompts: lower ids are special tokens in most tokenizers."""
 PERCENTS = (50, 90, 99)
 
 

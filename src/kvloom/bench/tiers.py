@@ -220,7 +220,7 @@ def _parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Returns exit code 0, or 2 for invalid input."""
+    """Run the benchmark. Return exit code 0, or 2 for invalid input."""
     args = _parser().parse_args(argv)
     try:
         pages, total = args.pages, args.total

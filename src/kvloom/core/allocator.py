@@ -1,7 +1,7 @@
 """The allocator evicts cached entries and compacts slabs until enough pages are free.
 
 An entry is a part of the cache that can be evicted alone. There are three kinds: the last blocks of a leaf, a
-checkpoint, and a media run (the pages of one image). One policy orders all entries. A window page that no checkpoint
+checkpoint, and a media run (the pages of one image). One policy orders the entries of a tenant. A window page that no checkpoint
 needs is evicted before any entry. The allocator only chooses the entry to evict. The tree or the media cache then drops
 the pages of the entry.
 """
@@ -79,7 +79,7 @@ class Allocator:
         return size
 
     def free_pages(self, account: Account, needs: Sequence[int]) -> int:
-        """Evict and compact until `account` can allocate `needs[c]` pages of each size class c. Returns the number of
+        """Evict and compact until `account` can allocate `needs[c]` pages of each size class c. Return the number of
         missing pages, or 0 on success.
 
         The allocator first checks whether eviction can free enough bytes. If the check fails, nothing is evicted. The
@@ -128,7 +128,7 @@ class Allocator:
                 return
 
     def evict_ahead(self) -> bool:
-        """Evict a few pages ahead of time, so that offloading them does not delay a later step. Returns whether a
+        """Evict a few pages ahead of time, so that offloading them does not delay a later step. Return whether a
         page was evicted.
 
         Stops when 1 / AHEAD of the pool is free. Does not compact. Free pages in partly used slabs count as free.
@@ -172,7 +172,7 @@ class Allocator:
 
     def _free_slabs(self, account: Account | None, slabs: int, missing: Callable[[], int], now: float) -> int:
         """Evict and compact for `account` until `missing()` is 0 or nothing can be evicted. If `account` is None, the
-        pool itself needs the slabs, for example to shrink. Returns the number of slabs that are still missing."""
+        pool itself needs the slabs, for example to shrink. Return the number of slabs that are still missing."""
         only = account if len(self._accounts.accounts) == 1 else None
         can_compact = self._compaction.is_possible
         while slabs:
@@ -253,7 +253,7 @@ class Allocator:
     def _evict_from(self, account: Account, slabs: int, now: float) -> bool:
         """Evict window pages that no checkpoint needs, from one node of `account`. If there are none, evict the next
         entry of the account's eviction queue. A node loses only as many blocks as fill about `slabs` slabs. Checkpoints
-        and media runs are evicted whole. Returns False if there is nothing to evict."""
+        and media runs are evicted whole. Return False if there is nothing to evict."""
         queue, before = account.queue, account.used
         size = self._block_bytes
         rows = -(-slabs * self._slab_bytes // size) if size else 1  # blocks whose pages fill `slabs` slabs
@@ -289,7 +289,7 @@ class Allocator:
     def _evict_below_public(self, slabs: int, now: float) -> bool:
         """Evict blocks of a leaf below a public prefix, because the leaf prevents the eviction of cached public pages.
         The blocks fill about `slabs` slabs. The search starts at the least recently used prefix. The share of the
-        leaf's tenant does not protect the leaf. Returns False if there is no such leaf, or no cached public page.
+        leaf's tenant does not protect the leaf. Return False if there is no such leaf, or no cached public page.
         O(children of nodes passed)."""
         account = self._accounts.accounts.get(PUBLIC_TENANT)
         if account is None or account.used <= account.in_use:

@@ -135,6 +135,8 @@ class CheckpointPolicy:
     turn_end: bool = True
     branch: bool = True
     every_blocks: int = 0
+    is_measured: bool = False
+    """In models with states, `every_blocks` is only the first value, and `SnapshotInterval` changes it."""
 
     def __post_init__(self) -> None:
         if self.every_blocks < 0:

@@ -58,7 +58,7 @@ class EventBus:
         """Whether there is a listener. The cache reads this flag before it computes a hash."""
 
     def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
-        """Add a listener. Returns a function that removes the listener."""
+        """Add a listener. Return a function that removes the listener."""
         self._listeners.append(listener)
         self.listening = True
 

@@ -34,7 +34,7 @@ class Histogram:
         self.total += value * times
 
     def quantile(self, q: float) -> float | None:
-        """Return the `q` quantile of all values, interpolated between bounds. Returns None if there are no values.
+        """Return the `q` quantile of all values, interpolated between bounds. Return None if there are no values.
         Values above the last bound count as the last bound. O(bounds).
         """
         rank = q * self.count

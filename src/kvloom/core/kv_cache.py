@@ -2,7 +2,8 @@
 close.
 
 One cache serves every layer kind. The cache moves no bytes: `take_copies` returns the page copies that the engine must
-make before the next step. `loading` is the interface of the offload manager, and `inspect` has the counters.
+make before the next step. `loading` is the interface of the offload manager, `cold` has the blocks of running sequences
+that are in host memory, and `inspect` has the counters and the pool map.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from .clock import Clock, WallClock
 from .control import CacheControl, CheckpointPolicy
 from .eviction import DEFAULT_POLICY, Account, Policy, SavablePolicy, Tenant
-from .inspect import Inspector, PoolMap, cache_stats, check_integrity
+from .inspect import Inspector, cache_stats, check_integrity
 from .layout import HASH_TOKENS, PoolLayout
 from .loading import Loading
 from .pool import CopyBatch, Ids, Rows
@@ -30,6 +31,7 @@ from .prefix import (
     Pin,
     Prefix,
     QueuedPrefix,
+    SnapshotInterval,
     hash_chain,
     private_mark,
     public_length,
@@ -39,19 +41,16 @@ from .prefix import (
     token_bytes,
 )
 from .sequences import (
-    ColdRun,
+    ColdBlocks,
     Sequence,
-    add_cold_run,
     checkpoint as take_checkpoint,
     close_sequence,
-    coldable_pages,
     commit,
     commit_many,
     exceeds_quota,
     extend,
     extend_many,
     fork,
-    open_cold,
     open_sequence,
     rollback,
 )
@@ -91,7 +90,6 @@ class KVCache:
         clock: Clock | None = None,
     ) -> None:
         self.clock: Clock = clock or WallClock()
-        self.checkpoint_policy = checkpoint_policy or CheckpointPolicy()
         self.state = state = CacheState(
             layout,
             slabs,
@@ -101,7 +99,7 @@ class KVCache:
             max_tokens,
             tenants,
             public_bytes,
-            self.checkpoint_policy,
+            checkpoint_policy or CheckpointPolicy(),
             self.clock,
         )
         """The components; for tests and for code inside `kvloom.core`."""
@@ -131,6 +129,7 @@ class KVCache:
         self.class_of = state.pool.class_of
         """Size class of each group. Groups with equal page sizes share a size class."""
         self.loading = Loading(state)
+        self.cold = ColdBlocks(state)
         self.inspect = Inspector(state)
         self._private_prefixes: dict[tuple[str, str, str, bool], Prefix] = {}
 
@@ -208,9 +207,9 @@ class KVCache:
         return match.media_root + item.digest in self.state.media_cache
 
     def explain(self, match: Match, across_tenants: bool = True) -> Miss:
-        """Return the reason why the hit is not longer. With `across_tenants`, prefixes of other tenants are also
-        searched. Show the result of such a search only to operators, because it reveals prompts of other tenants.
-        Does not modify the cache. O(root hashes in the cache)."""
+        """Return the reason why the hit is not longer. With `across_tenants`, the first block of the prompt is also
+        searched among the prompts of other tenants. Show the result of such a search only to operators, because it
+        reveals prompts of other tenants. Does not modify the cache. O(root hashes in the cache)."""
         return self.state.lookup.explain(match, across_tenants)
 
     def resumable_with(self, match: Match, index: HashIndex[bytes]) -> int:
@@ -245,13 +244,13 @@ class KVCache:
         return seq
 
     def extend(self, seq: Sequence, n: int) -> int:
-        """Reserve pages for `n` more tokens, and evict pages by policy if needed. Returns the number of missing
+        """Reserve pages for `n` more tokens, and evict pages by policy if needed. Return the number of missing
         pages, or 0 on success. If pages are missing, nothing is reserved."""
         return extend(self.state, seq, n)
 
     def extend_many(self, rows: Rows, n: int | Rows = 1) -> int:
         """Reserve pages for `n` more tokens in each of many open sequences. `rows` contains the row numbers of the
-        sequences. `n` is one number, or an array with one number for each sequence. Returns the number of missing
+        sequences. `n` is one number, or an array with one number for each sequence. Return the number of missing
         pages, or 0 on success. If pages are missing, usually no sequence is extended, but with several tenants some may
         be. The time of the call grows with the number of sequences that need a new block."""
         return extend_many(self.state, rows, n)
@@ -281,12 +280,12 @@ class KVCache:
     def checkpoint(self, seq: Sequence, position: int | None = None) -> bool:
         """Take a checkpoint at `position`, or at the current end. If `position` is after the current end, the
         checkpoint is taken when the sequence reaches `position`. In models with states, a checkpoint before the current
-        end is not possible. Returns False if the checkpoint is impossible or useless, or if the pool has no pages for
+        end is not possible. Return False if the checkpoint is impossible or useless, or if the pool has no pages for
         the states."""
         return take_checkpoint(self.state, seq, position)
 
     def rollback(self, seq: Sequence, n: int) -> int:
-        """Discard the last `n` computed tokens and all reserved pages. Returns the new length.
+        """Discard the last `n` computed tokens and all reserved pages. Return the new length.
 
         If states or windows can resume only at an earlier position, more than `n` tokens are discarded. The caller
         then computes the additional tokens again.
@@ -302,34 +301,6 @@ class KVCache:
     def close(self, seq: Sequence) -> None:
         """Close a sequence. Its published pages stay cached and can be evicted. Its other pages become free."""
         close_sequence(self.state, seq)
-
-    # -- cold blocks ----------------------------------------------------------------------------
-
-    def coldable_pages(self, seq: Sequence, most: int) -> Ids:
-        """Return the page ids of the blocks that can become cold next (move to host memory), at most `most` blocks.
-        The result is indexed [block, column]. A column is one of the pages that a block owns. Columns of windowed
-        groups contain 0.
-
-        The result covers the oldest blocks of the sequence that are still in the pool. These blocks are full and
-        computed. Run the pending copies before you read the pages.
-        """
-        return coldable_pages(self.state, seq, most)
-
-    def add_cold_run(self, seq: Sequence, run: ColdRun) -> None:
-        """Make the next blocks of a sequence cold, and release their pages in the pool. The caller has already copied
-        these blocks to the pages `run` in host memory. From now on the sequence publishes no blocks, and attention must
-        read the cold blocks from host memory."""
-        add_cold_run(self.state, seq, run)
-
-    def open_cold(self, seq: Sequence, run: ColdRun, position: int, tail: Ids) -> bool:
-        """Make an empty sequence start at `position`, after cold blocks (blocks in host memory). `run` contains all
-        full blocks before `position`. `tail` contains the tokens between the last full block and `position`.
-
-        Allocates the pages that must be in the pool: the current states of recurrent layers, the pages of windows that
-        `position` still reads, and the partial block of `tail`. The caller must write all of them before the next
-        step. If the pool lacks pages, returns False and changes nothing.
-        """
-        return open_cold(self.state, seq, run, position, tail)
 
     def block_hashes(
         self,
@@ -357,18 +328,12 @@ class KVCache:
         each = self.block_tokens // HASH_TOKENS
         return [BlockHash.of(units[i : i + each]) for i in range(0, len(units), each)]
 
-    @property
-    def full_columns(self) -> npt.NDArray[np.intp]:
-        """The columns of the block tables that belong to token groups with full attention. Only the pages in these
-        columns can become cold (move to host memory)."""
-        return self.state.full_columns
-
     # -- retention ------------------------------------------------------------------------------
 
     def pin(
         self, tokens: npt.ArrayLike, ttl: float, control: CacheControl | None = None, media: Many[Media] = ()
     ) -> Pin:
-        """Retain the cached prefix of a prompt for `ttl` seconds. Returns the pin. `Pin.length` is the length of the
+        """Retain the cached prefix of a prompt for `ttl` seconds. Return the pin. `Pin.length` is the length of the
         prefix in tokens."""
         if ttl <= 0:
             raise ValueError(f"ttl {ttl} is not positive; give seconds")
@@ -378,10 +343,6 @@ class KVCache:
     def unpin(self, pin: Pin) -> None:
         """End a pin early. A second call has no effect."""
         self.state.pins.unpin(pin)
-
-    def pins(self) -> list[Pin]:
-        """The active pins."""
-        return self.state.pins.pins()
 
     def release_expired(self) -> None:
         """End expired pins. The cache also does this when pages are missing."""
@@ -398,7 +359,7 @@ class KVCache:
         self.state.pins.unprotect(queued)
 
     def end_session(self, session: str) -> int:
-        """Mark the blocks that only this session used, so that they are evicted first. Returns the number of tokens in
+        """Mark the blocks that only this session used, so that they are evicted first. Return the number of tokens in
         these blocks. Call this method when the session has ended."""
         return self.state.pins.end_session(session)
 
@@ -424,11 +385,21 @@ class KVCache:
         return self.state.copies.take()
 
     def free_pages(self, tokens: int, tenant: str = "") -> int:
-        """Evict by policy until the pool has pages for `tokens` tokens of a tenant. Returns the number of missing
+        """Evict by policy until the pool has pages for `tokens` tokens of a tenant. Return the number of missing
         pages, or 0 on success."""
         state = self.state
         needs = state.pages.needs(-(-tokens // self.block_tokens))
         return state.allocator.free_pages(state.accounts[tenant], needs)
+
+    @property
+    def checkpoint_policy(self) -> CheckpointPolicy:
+        """When sequences take checkpoints now."""
+        return self.state.checkpoint_policy
+
+    @property
+    def snapshot_interval(self) -> SnapshotInterval | None:
+        """Chooses the tokens between state snapshots. None for models without states."""
+        return self.state.snapshot_interval
 
     @property
     def usable_slabs(self) -> int:
@@ -465,7 +436,7 @@ class KVCache:
         """Remove up to `n` slabs and return their numbers. Evicts and compacts as needed. Recomputes the shares of
         tenants.
 
-        Returns fewer slabs if pages are in use or copies are pending. A slab with a pending copy can be removed after
+        Return fewer slabs if pages are in use or copies are pending. A slab with a pending copy can be removed after
         `take_copies`. The caller may free the memory only after every earlier copy and step is done.
         """
         return self.state.allocator.shrink(n)
@@ -495,8 +466,3 @@ class KVCache:
     def stats(self) -> dict[str, float | int | dict[str, int]]:
         """Return the main counters. O(size classes)."""
         return cache_stats(self.state)
-
-    def pool_map(self, cells: int = 4096, branches: int = 200) -> PoolMap:
-        """Return an object that makes maps of the pool. A map has at most `cells` cells (ranges of slabs), and at most
-        `branches` nodes of the radix tree."""
-        return PoolMap(self.state, cells, branches)

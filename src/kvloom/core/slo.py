@@ -42,9 +42,10 @@ FIRST_HORIZON, LEAST_HORIZON = 2.0, 0.2
 """Prompts delay decode steps. This delay is averaged over a horizon in seconds. The horizon is FIRST_HORIZON at first.
 Later it is the usual time from the first to the last token of recent requests, but never less than LEAST_HORIZON."""
 HORIZON_WEIGHT = 1 / 16
-MET_SHARE, MARGIN_STEP, MARGINS = 0.6, 0.05, (0.7, 2.5)
-"""Predictions are multiplied by a margin between the two values of MARGINS. The margin changes by about MARGIN_STEP
-after each request. It settles where the fraction MET_SHARE of all requests is at least as fast as predicted."""
+MET_SHARES, MARGIN_STEP, MARGINS = (0.95, 0.6), 0.05, (0.7, 2.5)
+"""Predictions of TTFT and TBT are multiplied by a margin between the two values of MARGINS. A margin changes by about
+MARGIN_STEP after each request. It settles where the fraction of MET_SHARES of all requests is at least as fast as predicted.
+The fraction of the TTFT is large: under overload, requests wait until their predicted TTFT nearly is the objective."""
 DOUBT = 0.98
 LAST_MOMENT = 1.2
 """A deferred request starts when the time left until its deadline is at most this multiple of the time that the request
@@ -289,7 +290,7 @@ class SloAdmission:
         return self._delay / self._rows if self._rows else 0.0
 
     def predict(self, own: PromptWork, backlog: Backlog) -> Prediction | None:
-        """Predict the times of a request with the prompt `own` that joins `backlog`. Returns None until enough steps
+        """Predict the times of a request with the prompt `own` that joins `backlog`. Return None until enough steps
         are measured.
 
         Simulates the steps that compute the earlier prompts. Decoding requests are in these steps until they finish. A
@@ -351,7 +352,7 @@ class SloAdmission:
     def _others_due(self, prompts: Sequence[PromptWork], tokens: int, budget: int, time: float) -> float:
         """Return the seconds until the first token of an earlier prompt is due: the smallest `due` of all prompts that
         count. A prompt counts under two conditions. The last step of the new request's prefill also completes the
-        prompt. Without the new request, the first token of the prompt would be on time. Returns infinity if no prompt
+        prompt. Without the new request, the first token of the prompt would be on time. Return infinity if no prompt
         counts.
 
         `tokens` is the number of tokens of the earlier prompts (`prompts`) and of the new request. Computing them takes
@@ -437,8 +438,8 @@ class SloAdmission:
         return Decision(Verdict.REFUSE, "; ".join(reasons), longest if longest < math.inf else None)
 
     def _seconds_until(self, tbt: float, prediction: Prediction) -> float:
-        """Return after how many seconds the time between tokens will be at most `tbt` seconds, because enough decoding
-        requests have finished. Returns infinity if even an idle worker is slower."""
+        """Return the seconds until the time between tokens falls to `tbt` seconds. It falls because decoding requests
+        finish. Return infinity if even an idle worker is slower."""
         if prediction.idle_tbt > tbt:
             return math.inf
         slower = prediction.tbt / max(1e-9, prediction.idle_tbt)
@@ -450,9 +451,10 @@ class SloAdmission:
         return self._horizon
 
     def _adapt(self, which: int, is_slower: bool) -> None:
-        """Raise the margin of TTFT (`which` is 0) or TBT (1) after a request that was slower than predicted, and
-        lower it after any other request. Predicted times are multiplied by the margin."""
-        change = MARGIN_STEP * (MET_SHARE if is_slower else MET_SHARE - 1.0)
+        """Adjust the margin of TTFT (`which` is 0) or TBT (1). A request that was slower than predicted raises the
+        margin, and any other request lowers it. Predicted times are multiplied by the margin."""
+        share = MET_SHARES[which]
+        change = MARGIN_STEP * (share if is_slower else share - 1.0)
         self._margins[which] = min(MARGINS[1], max(MARGINS[0], self._margins[which] * (1.0 + change)))
 
     def observe_request(self, predicted: Prediction, ttft: float, tbt: float | None, tokens: int) -> None:

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -32,7 +33,7 @@ from .pool.page_pool import Ids, PagePool
 from .pool.pending_copies import PendingCopies
 from .prefix.ghosts import Ghosts
 from .prefix.in_transfer import PagesInTransfer
-from .prefix.lookup import Lookup
+from .prefix.lookup import Lookup, Match
 from .prefix.lookup_counts import LookupCounts
 from .prefix.media_cache import MediaCache
 from .prefix.multimodal import MediaIds
@@ -40,8 +41,12 @@ from .prefix.owners import BlockOwners
 from .prefix.pins import Pins
 from .prefix.publisher import EventPublisher
 from .prefix.radix_tree import RadixTree
+from .prefix.snapshot_interval import SnapshotInterval
 
 __all__ = ["CacheState"]
+
+FULL_SHARE = 32
+"""The pool counts as full if less than 1 / FULL_SHARE of its slabs are free."""
 
 
 class CacheState:
@@ -73,6 +78,7 @@ class CacheState:
         "pages",
         "pins",
         "pool",
+        "snapshot_interval",
         "states",
         "tree",
     )
@@ -104,6 +110,17 @@ class CacheState:
         )
         """Columns of the token groups with full attention."""
         self._refuse_too_small()
+        self.snapshot_interval = (
+            SnapshotInterval(
+                checkpoint_policy.every_blocks * self.block_tokens,
+                self.states.row_bytes,
+                self.pages.row_bytes / self.block_tokens,
+                is_fixed=not checkpoint_policy.is_measured,
+            )
+            if self.has_states
+            else None
+        )
+        """Chooses `CheckpointPolicy.every_blocks`. None for models without states."""
         self.media_ids = MediaIds()
         publisher = EventPublisher(layout, self.events, self.media_ids)
         self.tree = RadixTree(layout, self.pages, self.states, publisher)
@@ -163,6 +180,17 @@ class CacheState:
                 f"this model; give it {slabs + short} or more"
             )
 
+    def observe_lookup(self, match: Match) -> None:
+        """Add an opened prompt to the measurements of the interval between state snapshots, and apply a new interval."""
+        interval = self.snapshot_interval
+        if interval is None or interval.is_fixed or not match.control.read:
+            return
+        is_full = self.pool.free_slabs * FULL_SHARE < self.pool.slabs
+        if interval.observe(match.length, match.matched, match.resume, self.lookup.base_of(match), is_full):
+            self.checkpoint_policy = replace(
+                self.checkpoint_policy, every_blocks=interval.tokens // self.block_tokens
+            )
+
     # -- pages ----------------------------------------------------------------------------------
 
     def needs(self, rows: int, states: int, media: int) -> list[int]:
@@ -186,7 +214,7 @@ class CacheState:
 
     def take(self, owners: BlockOwners, needs: list[int], public_rows: int = 0) -> int:
         """Evict until the pages of `needs` are free, and charge these pages to `owners`. `public_rows` is the number
-        of blocks in `needs` that belong to a public prefix. Returns the number of missing pages. If pages are
+        of blocks in `needs` that belong to a public prefix. Return the number of missing pages. If pages are
         missing, nothing is charged."""
         public = public_rows * self.pages.row_bytes
         if public:

@@ -37,7 +37,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report. Returns 0 if the commands would work, and 1 otherwise."""
+    """Print the report. Return 0 if the commands would work, and 1 otherwise."""
     found = report(args.config)
     print(json.dumps(found, indent=2)) if args.json else _print(found)
     return 0 if found["ready"] else NOT_READY

@@ -22,7 +22,6 @@ EXTENSIONS = {
     "kvloom.kernels._cpu": ("small operations on CPUs", "torch"),
 }
 """Native extensions: what each computes, and what replaces it if it was not built."""
-REBUILD = "install gcc, then: pip install --force-reinstall --no-deps --no-binary kvloom kvloom"
 DRIVER = Path("/proc/driver/nvidia/version")
 BOTH = ("kvloom generate", "kvloom serve")
 NO_GPU = "not used: no GPU"
@@ -83,8 +82,21 @@ def _inspect_extensions(found: Hardware, xxhash: bool) -> None:
         found.kernels.append(Kernel(part, not reason, f"native, {module}" if not reason else fall_back))
         if reason:
             missing = fall_back == "the package xxhash" and not xxhash
-            effect = "no tier can be opened" if missing else f"{fall_back} replaces it, and is slower"
-            found.problems.append(Problem(f"the extension {module} {reason}: {effect}", REBUILD))
+            effect = (
+                "no tier can be opened"
+                if missing
+                else f"kvloom uses {fall_back} instead, which takes more time"
+            )
+            found.problems.append(Problem(f"the extension {module} {reason}: {effect}", _rebuild(folder)))
+
+
+def _rebuild(folder: Path) -> str:
+    """Return how to build the extensions of the package in `folder`, which may be in a checkout."""
+    checkout = folder.parents[1]
+    what = "--no-binary kvloom kvloom"
+    if (checkout / "pyproject.toml").exists():
+        what = f"--editable {checkout}"
+    return f"install gcc, then: pip install --force-reinstall --no-deps {what}"
 
 
 def _inspect_torch(found: Hardware, triton: str | None) -> None:

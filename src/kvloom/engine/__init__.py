@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .execution import default_token_budget, use_threads
     from .image_prompts import clip_frames, encode_image_prompt, load_processor
     from .llm import LLM, Completion, Delta, Result
+    from .measurements import MeasuredSetting, measured_settings
     from .offload import Action, OffloadManager, open_offload, opened_tiers
     from .options import add_engine_arguments, engine_settings
     from .parallel import RankGroup, load_ranks
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from .request import Request
     from .sampling import (
         Finish,
+        GenerationDefaults,
         Grammar,
         GrammarBusyError,
         GrammarLimits,
@@ -65,11 +67,13 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "Finish",
+    "GenerationDefaults",
     "Grammar",
     "GrammarBusyError",
     "GrammarLimits",
     "GrammarState",
     "Logprob",
+    "MeasuredSetting",
     "OffloadConfig",
     "OffloadManager",
     "RankGroup",
@@ -92,6 +96,7 @@ __all__ = [
     "engine_settings",
     "load_processor",
     "load_ranks",
+    "measured_settings",
     "open_encoder",
     "open_offload",
     "opened_tiers",
@@ -108,6 +113,7 @@ _MODULES = {
     "execution": ("default_token_budget", "use_threads"),
     "image_prompts": ("clip_frames", "encode_image_prompt", "load_processor"),
     "llm": ("LLM", "Completion", "Delta", "Result"),
+    "measurements": ("MeasuredSetting", "measured_settings"),
     "offload": ("Action", "OffloadManager", "open_offload", "opened_tiers"),
     "options": ("add_engine_arguments", "engine_settings"),
     "parallel": ("RankGroup", "load_ranks"),
@@ -115,6 +121,7 @@ _MODULES = {
     "request": ("Request",),
     "sampling": (
         "Finish",
+        "GenerationDefaults",
         "Grammar",
         "GrammarBusyError",
         "GrammarLimits",

@@ -43,7 +43,7 @@ class LoadedAdapter:
 
     @property
     def digest(self) -> str:
-        """Identifies config and weights of the adapter."""
+        """Identify config and weights of the adapter."""
         return self.adapter.digest
 
     @property

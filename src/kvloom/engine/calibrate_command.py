@@ -38,7 +38,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command. Returns the exit status."""
+    """Run the command. Return the exit status."""
     from kvloom.models.specs import folder_of
 
     from .config import EngineConfig

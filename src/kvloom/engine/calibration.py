@@ -169,7 +169,7 @@ def calibrate(
     if not pieces:
         raise ValueError("there are no prompts to calibrate on: give at least one")
     recorder = _Recorder(engine.layout, engine.buffer, every=percentile < 100)
-    engine.runner.pages = recorder
+    engine.runner.observe(recorder)
     params = SamplingParams(max_tokens=1, temperature=0)
     requests = [engine.add(piece, params) for piece in pieces]
     while engine.busy:

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
 from kvloom.combinations import refused
-from kvloom.core import DEFAULT_POLICY, Objective, Tenant
+from kvloom.core import DEFAULT_POLICY, Objective, Tenant, parse_size
 from kvloom.events_wire import EventSettings
 from kvloom.models.specs import KVDtype
 from kvloom.tiers import OpenTier, parse_tier, scheme_of
@@ -25,6 +25,8 @@ from .sampling import GrammarLimits
 __all__ = ["EngineConfig", "LoadRule", "OffloadConfig", "Role", "engine_config"]
 
 MOST_DRAFT_TOKENS = 64
+MEASURED = ("chunk", "drafts", "snapshots")
+"""Settings that measurements change while the engine runs."""
 MOST_TREE_NODES = 63
 """Largest number of nodes (tokens) in a draft tree. In a step, a request has at most 64 tokens: the nodes, and the
 last token before them."""
@@ -32,8 +34,11 @@ TREE = "tree="
 LoadRule = Literal["auto", "always", "never"]
 Role = Literal["both", "prefill", "decode", "encode"]
 """Role of a worker in a cluster."""
+SamplingDefaults = Literal["model", "openai"]
 RankBackend = Literal["auto", "gloo"]
 """How ranks exchange tensors."""
+_SIZES = ("pool_bytes", "max_pool_bytes", "min_pool_bytes", "keep_free", "public_bytes")
+"""Fields of `EngineConfig` that are sizes in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +103,16 @@ class EngineConfig:
     eviction_policy: str = DEFAULT_POLICY
     """Name of the eviction policy: `adaptive` by default, or another of `kvloom.core.POLICIES`, or of an entry point in `kvloom.policies`."""
     checkpoint_every: int = 0
-    """In models with windows or states: tokens between checkpoints, rounded up to blocks. 0 takes checkpoints only
-    where prompts end or branch.
+    """In models with windows or states: tokens between checkpoints, rounded up to blocks. 0 takes checkpoints where
+    prompts end or branch. In models with states, 0 also lets measurements choose an interval (see `fixed`).
     """
     token_budget: int | None = None
     """Largest number of prompt tokens in a step. None means 8,192 on a GPU and 2,048 on a CPU."""
     max_running: int | None = None
     """Largest number of running requests. None means 512 on a GPU and 256 on a CPU."""
+    text_only: bool = False
+    """Whether a model of images or audio is loaded without its other parts. Requests then contain only text, and ranks,
+    draft models and heads are available."""
     max_context: int | None = None
     """Largest number of tokens of a sequence. None means the model's limit."""
     kv_dtype: KVDtype | None = None
@@ -114,6 +122,9 @@ class EngineConfig:
     from the model's checkpoint. A path reads static scales from a file of `kvloom calibrate`."""
     batch_invariant: bool = False
     """Whether a request gets bit-identical results in every batch. In float32 on a CPU, this always holds."""
+    sampling_defaults: SamplingDefaults = "model"
+    """Values of what a request does not set. "model" takes them from the model's generation config. "openai" takes those
+    of the OpenAI API and of `SamplingParams`."""
     ahead: bool | None = None
     """Whether a step is launched before the tokens of the previous step have arrived. None means only on a GPU."""
     cuda_graphs: bool = True
@@ -155,6 +166,10 @@ class EngineConfig:
     """Default objective for the time to first token, in milliseconds. None means no objective."""
     slo_tbt: float | None = None
     """Default objective for the time between tokens, in milliseconds. None means no objective."""
+    fixed: Sequence[str] = ()
+    """Settings that measurements must not change while the engine runs, of "chunk" (prompt tokens of a step, to meet
+    objectives for the time between tokens), "drafts" (whether and how long drafts are) and "snapshots" (tokens between
+    state snapshots, if `checkpoint_every` is 0)."""
     role: Role = "both"
     """Role of a worker. "prefill" offers the pages of every prompt. "decode" computes prompts in short steps.
     "encode" only encodes images for other workers, and is a role of `kvloom serve`."""
@@ -260,6 +275,8 @@ class EngineConfig:
             raise ValueError(
                 f"rank_backend {self.rank_backend!r} is not one of {', '.join(get_args(RankBackend))}"
             )
+        if self.sampling_defaults not in get_args(SamplingDefaults):
+            raise ValueError(f"sampling_defaults {self.sampling_defaults!r} is not one of model, openai")
         if self.rank_seconds <= 0:
             raise ValueError(f"rank_seconds {self.rank_seconds} must be positive")
         self._check_parallel()
@@ -289,6 +306,9 @@ class EngineConfig:
             self._check_documents(self.reuse_documents)
         if self.checkpoint_every < 0:
             raise ValueError(f"checkpoint_every {self.checkpoint_every} is negative: give tokens, or 0")
+        for name in self.fixed:
+            if name not in MEASURED:
+                raise ValueError(f"fixed {name!r} is not one of {', '.join(MEASURED)}")
         if self.kv_events_replay is not None and self.kv_events is None:
             raise ValueError("kv_events_replay needs kv_events: give the address of the events, too")
         if self.kv_events_key is not None and self.kv_events is None:
@@ -302,8 +322,6 @@ class EngineConfig:
             return
         if self.max_pool_bytes is not None:
             raise ValueError(refused("tensor parallel, elastic pool", count=count))
-        if self.kv_scales != "dynamic":
-            raise ValueError(refused("tensor parallel, static scales", count=count))
         if self.batch_invariant:
             raise ValueError(refused("tensor parallel, batch_invariant", count=count))
 
@@ -321,10 +339,6 @@ class EngineConfig:
         """Raise ValueError for a share outside 0 to 1, and for settings that do not support the reuse of documents."""
         if not 0 <= share <= 1:
             raise ValueError(f"reuse_documents {share} must be from 0 to 1: the share of tokens to compute")
-        if self.tensor_parallel > 1:
-            raise ValueError(refused("documents, tensor parallel", count=self.tensor_parallel))
-        if self.context_parallel > 1:
-            raise ValueError(refused("documents, context parallel", count=self.context_parallel))
         if self.draft_model or self.head:
             raise ValueError(refused("documents, draft", name=self.draft_model or self.head))
 
@@ -362,11 +376,11 @@ def engine_config(
     load: LoadRule = "auto",
     hand_over_seconds: float = 10.0,
     grammar_seconds: float = 2.0,
-    grammar_memory: int = 256 << 20,
+    grammar_memory: int | str = 256 << 20,
     **settings: Any,
 ) -> EngineConfig:
     """Return an `EngineConfig`. `settings` are its fields. The other arguments are fields of `OffloadConfig` and
-    `GrammarLimits`.
+    `GrammarLimits`. A size may be a number of bytes, or a text such as "256MiB".
 
     Raises ValueError for an unknown name or an invalid value.
     """
@@ -378,6 +392,22 @@ def engine_config(
             )
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ValueError(f"the engine has no setting {name!r}{hint}")
+    for name in settings.keys() & _SIZES:
+        if settings[name] is not None:
+            settings[name] = _size(name, settings[name])
     settings.setdefault("offload", OffloadConfig(load, hand_over_seconds=hand_over_seconds))
-    settings.setdefault("grammar_limits", GrammarLimits(grammar_seconds, grammar_memory))
+    memory = _size("grammar_memory", grammar_memory)
+    settings.setdefault("grammar_limits", GrammarLimits(grammar_seconds, memory))
     return EngineConfig(**settings)
+
+
+def _size(name: str, value: object) -> int:
+    """Return the setting `name` in bytes. Raises ValueError if `value` is not a size."""
+    if isinstance(value, str):
+        try:
+            return parse_size(value)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f'{name} {value!r} is not a size: give bytes, or a text such as "256MiB"')
+    return value

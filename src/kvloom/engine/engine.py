@@ -11,9 +11,10 @@ The model must be on its device.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence as Many
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence as Many
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from kvloom.kernels.memory import ElasticBuffer
 from kvloom.models.loading import vision_fingerprint
 from kvloom.models.lora import LoraAdapter
 from kvloom.models.paged import (
+    AttentionSinks,
     Image,
     ImageInputs,
     RotatedCopier,
@@ -35,7 +37,6 @@ from kvloom.models.paged import (
     Work,
     runs_separately,
     separation_reason,
-    without_sinks,
 )
 from kvloom.models.sharding import ranks_of
 from kvloom.models.vision import EncoderDecoder, Vision
@@ -63,6 +64,7 @@ from .parallel import RankGroup
 from .request import Request, SloState, prompt_media, token_ids
 from .sampling import (
     BeamSearch,
+    GenerationDefaults,
     Grammar,
     Grammars,
     SampledTokens,
@@ -71,6 +73,7 @@ from .sampling import (
     SamplingRequest,
     TextStream,
     TimestampRule,
+    bad_tokens,
     to_device,
 )
 from .scheduling import DocumentReuse, Scheduled, Scheduler
@@ -163,27 +166,42 @@ class Engine:
         """Publishes block events to routers. None if events are not configured."""
         self.pool_size: PoolSize | None = None
         """Grows and shrinks an elastic pool. None if the pool keeps its size."""
-        self._pool_rule: PoolRule | None = None
+        self.pool_rule: PoolRule | None = None
+        """Chooses the size of an elastic pool. None if the size is fixed."""
         if memory.elastic is not None:
             self._make_elastic(memory.elastic)
         self.scheduler = Scheduler(
-            self.cache, config.token_budget, config.max_running, self.offload, self.adapters
+            self.cache,
+            config.token_budget,
+            config.max_running,
+            self.offload,
+            self.adapters,
+            "chunk" in config.fixed,
         )
         if config.reuse_documents is not None:
+            copier = self._rotated_copier()
             self.scheduler.documents = DocumentReuse(
-                self.cache, self._rotated_copier(), config.reuse_documents, self.apply_copies
+                self.cache, partial(self._copy_document, copier), config.reuse_documents
             )
         self.role: Role = "both"
         """Role of this worker. See `set_role`."""
         self.set_role(config.role)
         self.eos = eos_tokens(model)
+        is_used = config.sampling_defaults == "model"
+        self.defaults = GenerationDefaults.of(model.generation_config if is_used else None)
+        """Values of the model's generation config, for what requests do not set."""
         self.sampler = _sampler_of(model, self.eos)
         self.ahead = on_gpu if config.ahead is None else config.ahead
         self.speculation: Speculation | None = None
         """Proposes draft tokens. None if speculation is off."""
         if config.speculate != "off":
             self.speculation = Speculation(
-                self._proposers(draft), config.draft_tokens, self.eos, draft_rows(config), config.tree_nodes
+                self._proposers(draft),
+                config.draft_tokens,
+                self.eos,
+                draft_rows(config),
+                config.tree_nodes,
+                "drafts" in config.fixed,
             )
         ranks = ranks_of(model)
         self._token_mover = TokenMover(self.cache, self.buffer, None if ranks is None else ranks.context)
@@ -243,7 +261,7 @@ class Engine:
         config, pool = self.config, self.cache.usable_slabs * self.layout.slab_bytes
         least = pool // 8 if config.min_pool_bytes is None else config.min_pool_bytes
         self.pool_size = PoolSize(self.cache, memory, self.apply_copies, least)
-        self._pool_rule = PoolRule(pool, config.keep_free, config.idle_seconds)
+        self.pool_rule = PoolRule(pool, config.keep_free, config.idle_seconds)
 
     def _open_events(self, settings: EventSettings) -> WirePublisher:
         """Publish the block events of the pool and of the tiers."""
@@ -288,9 +306,10 @@ class Engine:
         try:
             if sequence.extend(count):
                 raise ValueError(f"reuse_documents: the pool has no pages for {count} tokens: enlarge it")
-            with without_sinks(self.model):
-                self.runner.score([Work(sequence, tokens.astype(np.int64))])
-            copier = RotatedCopier(cache, pages, self.model)
+            with self._without_sinks():
+                self.runner.run([Work(sequence, tokens.astype(np.int64))])
+            ranks = ranks_of(self.model)
+            copier = RotatedCopier(cache, pages, self.model, None if ranks is None else ranks.context)
             sizes = [
                 field.element_size() for field in pages.token_view(pages.token_layers[0]).fields.values()
             ]
@@ -301,6 +320,30 @@ class Engine:
         finally:
             sequence.close()
         return copier
+
+    @contextmanager
+    def _without_sinks(self) -> Iterator[None]:
+        """Turn off the attention sinks of all ranks for a step."""
+        sinks = AttentionSinks(self.model)
+        targets = [sinks.set] if self.group is None else [self.group.set_sinks, sinks.set]
+        for turn in targets:
+            turn(False)
+        try:
+            yield
+        finally:
+            for turn in targets:
+                turn(True)
+
+    def _copy_document(
+        self, copier: RotatedCopier, source: int, first: int, target: int, at: int, count: int
+    ) -> None:
+        """Copy tokens of a document on all ranks. The arguments are those of `RotatedCopier.plan`. Pending copies of
+        pages run first."""
+        self.apply_copies()
+        plan = copier.plan(source, first, target, at, count)
+        if self.group is not None:
+            self.group.copy_document(copier.chosen, plan)
+        copier.copy(plan)
 
     def _proposers(self, draft: Any) -> list[Proposer]:
         """Return the proposers that the settings name, in the order in which they are tried."""
@@ -404,11 +447,11 @@ class Engine:
         decoder, and may be empty.
         A request that cannot meet its objective gets the finish reason "slo", at once or after it was deferred.
         """
-        params = params or SamplingParams()
         if self.vision is None and (len(images) or len(audio)):
             raise ValueError(Vision.refusal(self.model, "images" if len(images) else "audio"))
         prompt, images = self._split_prompt(prompt, [*images, *audio], decoder_prompt)
         tokens, ids = token_ids(prompt)
+        params = self.defaults.with_minimum(params or self.defaults.params(len(ids)), len(ids))
         self._validate(ids, params, text)
         if resume and (
             params.samples > 1 or params.logprobs is not None or params.prompt_logprobs is not None
@@ -659,7 +702,7 @@ class Engine:
     def expect_session(self, session: str) -> bool:
         """Start to prefetch the pages of a session into host memory. The next steps continue the prefetch.
 
-        Returns whether a lookup started. Returns False for an unknown session, or without tiers.
+        Return whether a lookup started. Return False for an unknown session, or without tiers.
         """
         known = self._sessions.of(session)
         if known is None or self.offload is None:
@@ -678,7 +721,7 @@ class Engine:
         """Change the role to "both", "prefill" or "decode".
 
         "prefill" offers the pages of every later request to other workers. "decode" limits prompt tokens per step, so
-        that a prompt does not delay decoding requests. Raises ValueError for "prefill" without shared host memory.
+        that prompts delay decoding requests less. Raises ValueError for "prefill" without shared host memory.
         """
         if role == "encode":
             raise ValueError("role encode is a role of `kvloom serve`: an engine cannot have it")
@@ -733,6 +776,7 @@ class Engine:
         self.finished_prefill = PrefillChunks() if finished is None else finished.prefill
         if finished is not None:
             self.scheduler.slo.observe_step(finished.size, clock.now() - began)
+            self._measure_snapshots()
         elif self._inflight is None and self.scheduler.slo.held:
             time.sleep(HELD_SECONDS)
         self.scheduler.slo.record_tokens()
@@ -747,6 +791,13 @@ class Engine:
         self._updated, self.scheduler.rejected = [], []
         return updated
 
+    def _measure_snapshots(self) -> None:
+        """Pass the measured cost of a step, which a snapshot adds, to the interval between snapshots."""
+        interval, times = self.cache.snapshot_interval, self.scheduler.slo.admission.times
+        if interval is not None and not interval.is_fixed and times.is_known:
+            step, token, *_ = times.coefficients
+            interval.step_tokens = min(self.scheduler.token_budget, step / token) if token else 0.0
+
     def resize_pool(self, pool_bytes: int) -> int:
         """Set the target size of an elastic pool, and grow or shrink towards it. Return the current size in bytes. Call
         this method between steps.
@@ -756,7 +807,7 @@ class Engine:
         """
         if self.pool_size is None:
             raise ValueError(refused("fixed pool, resize"))
-        self._pool_rule = None
+        self.pool_rule = None
         self.pool_size.set_target(pool_bytes)
         self.pool_size.approach()
         return self.pool_size.pool_bytes
@@ -766,9 +817,9 @@ class Engine:
         idle."""
         if self.pool_size is None:
             return
-        if self._pool_rule is not None:
+        if self.pool_rule is not None:
             slab = self.layout.slab_bytes
-            decided = self._pool_rule.decide(
+            decided = self.pool_rule.decide(
                 time.monotonic(),
                 self.pool_size.pool_bytes,
                 self.cache.free_slabs * slab,
@@ -811,8 +862,8 @@ class Engine:
 
     def _needs_tokens(self, previous: InflightStep) -> bool:
         """Return whether the host must have the tokens of the step `previous` before it can schedule the next step.
-        The result is True while drafts are used, and if the next token of a request depends on its last token, as with
-        grammars, penalties or beams."""
+        The result is True while drafts are used. It is also True if the next token of a request depends on its last
+        token, as with grammars, penalties or beams."""
         if self.speculation is not None and self.speculation.waits_for(previous.requests):
             return True
         return bool(previous.drafts) or any(request.needs_last_token for request in previous.requests)
@@ -1083,7 +1134,7 @@ def _sampler_of(model: Any, eos: frozenset[int]) -> Sampler:
     settings = model.generation_config
     return Sampler(
         eos,
-        getattr(settings, "suppress_tokens", None) or (),
+        [*(getattr(settings, "suppress_tokens", None) or ()), *bad_tokens(settings)],
         getattr(settings, "begin_suppress_tokens", None) or (),
         TimestampRule.of(settings) if settings is not None else None,
     )

@@ -97,7 +97,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command. Returns the exit status."""
+    """Run the command. Return the exit status."""
     from kvloom.models.specs import folder_of
 
     from .config import engine_config
@@ -157,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace, llm: LLM, prompts: list[Any], params: SamplingParams) -> int:
-    """Generate and print the results. Returns the exit status."""
+    """Generate and print the results. Return the exit status."""
     from dataclasses import asdict
 
     def shown(text: str, token_ids: list[int]) -> str:

@@ -98,8 +98,8 @@ def _clip_tensors(processor: Any, vision: Vision, samples: Any) -> Any:
 
 
 def _check_whole(processor: Any, samples: Any, made: Mapping[str, Any]) -> None:
-    """Raise ValueError if a processor has cut off the end of a clip. Processors cut without an error. `samples` is the
-    whole clip, and `made` the output of the processor."""
+    """Raise ValueError if a processor has cut off the end of a clip, because processors themselves report no error.
+    `samples` is the whole clip, and `made` the output of the processor."""
     hop = getattr(getattr(processor, "feature_extractor", None), "hop_length", None)
     mask = next((made[name] for name in FRAME_MASKS if name in made), None)
     if hop is None or mask is None:

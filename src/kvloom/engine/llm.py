@@ -117,6 +117,7 @@ class LLM:
     | `settings`                       | fields of `EngineConfig` (`pool_bytes`, `kv_dtype`, `eviction_policy`,    |
     |                                  | `tiers` …); `load` ("auto", "always" or "never"): whether pages in tiers  |
     |                                  | are loaded; `grammar_seconds`, `grammar_memory`: limits of one grammar    |
+    |                                  | Sizes are bytes, or texts such as "256MiB"                                |
 
     Call `close` to store pages in the tiers and end the engine."""
 
@@ -192,7 +193,8 @@ class LLM:
         """Return results in the order of the prompts. All requests run together. If one of them can never run, raises
         ValueError and runs none.
 
-        `params` and `control` are one object for all prompts, or a list with one per prompt. `control` contains the
+        Without `params`, the values of the model's generation config apply (see `default_params`). `params` and `control`
+        are one object for all prompts, or a list with one per prompt. `control` contains the
         caching options: tenant, session, whether pages are stored (`store`) and cached pages are used (`read`),
         eviction priorities of token ranges, and a public prefix.
 
@@ -292,6 +294,11 @@ class LLM:
         text = self.tokenizer.apply_chat_template(list(messages), **template)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
+    def default_params(self, **changes: Any) -> SamplingParams:
+        """Return the sampling parameters of the model's generation config, with `changes`. Values that it does not have
+        are those of `SamplingParams`. Its shortest output, suppressed tokens and bad words apply to all parameters."""
+        return self.engine.defaults.params(0, **changes)
+
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -336,8 +343,8 @@ class LLM:
         """Load a LoRA adapter from a folder, for later prompts. With `replace`, it replaces another version that has
         the same name. The engine must be configured with `max_loras` or `lora`.
 
-        Raises ValueError if the engine is not configured for adapters, if the adapter does not fit the model, or if
-        another version has the name and `replace` is not set."""
+        Raises ValueError if the engine is not configured for adapters, or if the adapter does not fit the model. Also
+        raises ValueError if another version has the name and `replace` is not set."""
         self.engine.load_lora(name, path, replace)
 
     def unload_lora(self, name: str) -> None:
@@ -444,8 +451,8 @@ class LLM:
     def _encoded(
         self, encoders: RemoteEncoders, ids: list[int], images: list[Any], control: CacheControl
     ) -> list[Any]:
-        """Return the images in the form that the engine accepts. If the prompt needs the embeddings of an image and
-        the engine lacks them, request them from an encode worker, wait for them, and add them to the image."""
+        """Return the images in the form that the engine accepts. If the engine lacks the embeddings of an image,
+        request them from an encode worker, wait for them, and add them to the image."""
         vision = self.engine.vision
         assert vision is not None
         known = [vision.read_image(one, control.tenant, control.read, control.store) for one in images]

@@ -14,7 +14,7 @@ from kvloom.arguments import DEVICE, DTYPE, KV_DTYPE, THREADS, device, dtype, nu
 from kvloom.config_file import add_config_argument
 from kvloom.core import DEFAULT_POLICY, POLICIES
 
-from .config import EngineConfig
+from .config import MEASURED, EngineConfig
 
 __all__ = ["add_engine_arguments", "engine_settings"]
 
@@ -25,7 +25,7 @@ LOAD_FORMAT = (
 POLICY = f"which cached pages are evicted first: {', '.join(POLICIES)}, or an entry point of kvloom.policies (default: {DEFAULT_POLICY})"
 CHECKPOINT = (
     "tokens between checkpoints, in models with windows or states; more checkpoints find more prefixes and "
-    "take more of the pool (default: 0, only where prompts end or branch)"
+    "take more of the pool (default: 0, where prompts end or branch; measurements may choose an interval for state snapshots)"
 )
 TIER = (
     "a tier; give the fastest first: host:64GiB, disk:/path:1TiB, or redis://, mooncake://, nixl://, s3:// and "
@@ -48,6 +48,10 @@ HAND_OVER = (
 )
 LOAD = "pages in tiers: load or recompute, whichever is faster (auto); always load; never load, only store (default: auto)"
 INVARIANT = "make the tokens of a request independent of the other requests in a batch, also on a GPU; slower"
+SAMPLING = (
+    "values of what a request does not set: those of the model's generation_config.json (model), or those of the OpenAI "
+    "API (default: model; docs/models.md)"
+)
 SPECULATE = (
     "propose draft tokens and verify several in one step: ngram (from the prompt), suffix (also from past answers), "
     "draft=MODEL (a small model with the same tokenizer), mtp (multi-token-prediction heads of the checkpoint), "
@@ -67,9 +71,17 @@ RANK_BACKEND = (
     "memory and lets several ranks use one GPU (default: auto)"
 )
 RANK_SECONDS = "with --tensor-parallel or --context-parallel: seconds to wait for another rank in a step, after which the engine stops (default: 60)"
+TEXT_ONLY = (
+    "load a model of images or audio without its other parts; ranks, draft models and heads are then available "
+    "(docs/models.md)"
+)
 LORA = "LoRA adapter, for requests with model=NAME; repeatable (docs/lora.md)"
 MAX_LORAS = "largest number of adapters that run at the same time; also allows adapters to be loaded later (default: as many as --lora)"
 LORA_TARGETS = "linear layers that adapters may target, separated by commas, such as q_proj,v_proj (default: all supported)"
+FIXED = (
+    "setting that measurements must not change: chunk (prompt tokens of a step, to meet --slo-tbt), drafts (length of drafts) or "
+    "snapshots (tokens between state snapshots); repeatable (default: all change; `kvloom explain --settings`)"
+)
 SLO_TTFT = "milliseconds to the first token: a request that would take longer is refused at once (default: no objective)"
 SLO_TBT = "mean milliseconds between tokens: a request that would get them more slowly is refused at once (default: no objective)"
 _SETTINGS = {one.name for one in fields(EngineConfig)} | {
@@ -92,6 +104,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--context-parallel", type=whole(1), default=1, metavar="N", help=CONTEXT_PARALLEL)
     add("--rank-backend", choices=("auto", "gloo"), default="auto", help=RANK_BACKEND)
     add("--rank-seconds", type=number(0, above=True), default=60.0, metavar="S", help=RANK_SECONDS)
+    add("--text-only", action="store_true", help=TEXT_ONLY)
     add(
         "--max-context",
         type=whole(1),
@@ -168,8 +181,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="largest number of answers that run at once (default: 256)",
     )
+    add("--sampling-defaults", choices=("model", "openai"), default="model", help=SAMPLING)
     add("--batch-invariant", action="store_true", help=INVARIANT)
     add("--speculate", default="off", metavar="HOW", help=SPECULATE)
+    add("--fixed", action="append", default=[], choices=MEASURED, metavar="NAME", help=FIXED)
     drafts = "largest number of draft tokens of a request in one step (default: 4 for a draft model or EAGLE head, 3 for mtp, else 16); the largest depth of a tree"
     add("--draft-tokens", type=whole(1, 64), metavar="N", help=drafts)
     seconds = "limit of CPU seconds to compile one grammar, and for its masks in each step (default: 2)"

@@ -72,7 +72,7 @@ class SloState:
     last_token: float = 0.0
 
     def tbt(self, tokens: int) -> float | None:
-        """Return the mean seconds between tokens of an output of `tokens` tokens. Returns None for a single token, and
+        """Return the mean seconds between tokens of an output of `tokens` tokens. Return None for a single token, and
         until the last token has arrived.
         """
         if tokens < 2 or not self.last_token:
@@ -139,7 +139,7 @@ class Request:
     | `prompt_logprobs`                 | log-probabilities of the prompt tokens; None for the first token          |
     | `cached_tokens`                   | number of cached tokens when it started for the first time                |
     | `pool_miss`                       | where and why the hit ended, in pool and tiers                            |
-    | `other_tenant_has_more`           | true: another tenant has more cached tokens of the prompt                 |
+    | `in_other_tenant`                 | true: only another tenant has the first block of the prompt cached        |
     | `looked_up`, `started`            | times of its match and of its first work, on the cache's clock            |
     | `draft_tokens`, `accepted_tokens` | number of proposed and of accepted draft tokens                           |
     | `token_index`                     | index of its tokens, for proposers without weights                        |
@@ -180,6 +180,8 @@ class Request:
     preemptions: int = 0
     tokens_when_preempted: int = 0
     """Number of tokens of the request (prompt and output) at its last preemption."""
+    fruitless_preemptions: int = 0
+    """Number of preemptions since its last new token."""
     decode_turn: int = 0
     """Order of a tenant's decoding requests, if several tenants share a step that cannot decode all requests. The
     request with the smallest value has waited longest and is decoded first.
@@ -206,7 +208,7 @@ class Request:
     pool_miss: Miss | None = None
     loads: list[tuple[str, float, float, int]] = field(default_factory=list)
     first_loads: int = 0
-    other_tenant_has_more: bool = False
+    in_other_tenant: bool = False
     draft_tokens: int = 0
     accepted_tokens: int = 0
     draft_missing: int | None = None

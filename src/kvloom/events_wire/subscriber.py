@@ -138,7 +138,7 @@ class Subscriber:
             return False
 
     async def _fill(self, context: Any, sequence: int) -> bool:
-        """Apply the batches between the last applied batch and `sequence`, from a replay. Returns False if some of
+        """Apply the batches between the last applied batch and `sequence`, from a replay. Return False if some of
         them are no longer available."""
         if self._last is None:
             return False
@@ -153,8 +153,8 @@ class Subscriber:
         return self._last + 1 >= sequence
 
     async def _resync(self, context: Any) -> None:
-        """Replace the worker's pages in the index by a snapshot. vLLM offers no snapshots, so for vLLM all past
-        batches that are still available are applied instead."""
+        """Replace the worker's pages in the index by a snapshot. vLLM offers no snapshots. For vLLM, all past batches
+        that are still available are applied instead."""
         self.counts.is_synced = False
         self._clear()
         self._pause = RETRY_SECONDS
@@ -204,7 +204,7 @@ class Subscriber:
         self._apply(batch)
 
     async def _ask(self, context: Any, start: bytes) -> list[tuple[int, bytes]] | None:
-        """Request a replay from sequence number `start`, and return its messages. Returns None if the worker has no
+        """Request a replay from sequence number `start`, and return its messages. Return None if the worker has no
         replay socket or does not answer in time."""
         import zmq
 

@@ -18,8 +18,8 @@ class TierBlocks:
     """The blocks of one tier. Converts changes of the tier's pages to events. Not thread-safe.
 
     A block may own several pages in a layer group. The block counts as stored in `medium` when the tier has all of
-    these pages. Events contain one hash for each unit (HASH_TOKENS tokens) of a block. In a group of `state_groups`, a
-    page is the state at the end of its block, so its event contains only the hash of the last unit.
+    these pages. Events contain one hash for each unit (HASH_TOKENS tokens) of a block. In a group of `state_groups`,
+    a page is the state at the end of its block. Its event contains only the hash of the last unit.
 
     `take` returns the changes of pages since its last call. `forms` contains, for each group, one fingerprint for each
     page that a block owns. A fingerprint identifies the form (byte layout) of a page. Pages of other forms are ignored.

@@ -48,6 +48,40 @@ static inline float dot(const float *a, const float *b, Size n)
     return sum;
 }
 
+/* -- vectors ---------------------------------------------------------------------------------- */
+
+#if defined(__x86_64__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+typedef float Lanes __attribute__((vector_size(4 * LANES)));
+#if defined(__clang__) || __GNUC__ >= 12
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+typedef int32_t LaneIds __attribute__((vector_size(4 * LANES)));
+#define PICK(a, b, ...) __builtin_shuffle(a, b, (LaneIds){__VA_ARGS__})
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE void load(Lanes *to, const float *from) { memcpy(to, from, sizeof *to); }
+
+/* sums[i] = the sum of the lanes of v[i], for four vectors at once. */
+INLINE void add_lanes(const Lanes *v, float *sums)
+{
+#if LANES == 8
+    Lanes low = PICK(v[0], v[1], 0, 8, 2, 10, 4, 12, 6, 14) + PICK(v[0], v[1], 1, 9, 3, 11, 5, 13, 7, 15);
+    Lanes high = PICK(v[2], v[3], 0, 8, 2, 10, 4, 12, 6, 14) + PICK(v[2], v[3], 1, 9, 3, 11, 5, 13, 7, 15);
+    Lanes all = PICK(low, high, 0, 1, 8, 9, 4, 5, 12, 13) + PICK(low, high, 2, 3, 10, 11, 6, 7, 14, 15);
+    all += PICK(all, all, 4, 5, 6, 7, 0, 1, 2, 3);
+#else
+    Lanes low = PICK(v[0], v[1], 0, 4, 2, 6) + PICK(v[0], v[1], 1, 5, 3, 7);
+    Lanes high = PICK(v[2], v[3], 0, 4, 2, 6) + PICK(v[2], v[3], 1, 5, 3, 7);
+    Lanes all = PICK(low, high, 0, 1, 4, 5) + PICK(low, high, 2, 3, 6, 7);
+#endif
+    memcpy(sums, &all, 4 * sizeof *sums);
+}
+
 /* -- norms, gates, rotations ---------------------------------------------------------------- */
 
 CLONES static void norm_rows(const float *x, const float *weight, float *out, Size rows, Size dim, Size s_row, float eps, float one)
@@ -157,80 +191,144 @@ typedef struct {
     Size s_page, s_place;
 } Head;
 
-/* Tokens low to high - 1 of a page: their scores, and their values added up. */
-static inline void score_page(const float *q, const float *page, Size s_place, Size low, Size high, Size dim, float scale, float *scores)
+#define MOST_ROWS 8 /* rows of one sequence that read a page together */
+#define PAIR 2      /* queries that are computed together: the sums of more do not stay in registers everywhere */
+
+/* The scores of one or two queries with tokens low to high - 1 of a page. Query i is at q[i], its scores at scores[i]. */
+INLINE void score_page(const float *const *q, const float *page, Size s_place, Size low, Size high, Size dim, float scale,
+                       float *const *scores, const int queries)
 {
-    Size at = low;
-    for (; at + 4 <= high; at += 4) { /* four sums at once: one alone would wait for itself */
-        const float *a = page + at * s_place, *b = a + s_place, *c = b + s_place, *d = c + s_place;
-        float w = 0, x = 0, y = 0, z = 0;
-#pragma omp simd reduction(+ : w, x, y, z)
-        for (Size i = 0; i < dim; i++) {
-            w += q[i] * a[i];
-            x += q[i] * b[i];
-            y += q[i] * c[i];
-            z += q[i] * d[i];
+    Size at = low, whole = dim / LANES * LANES;
+    for (; at + 4 <= high; at += 4) { /* four tokens at once: a sum alone would wait for itself */
+        const float *from = page + at * s_place;
+        Lanes sums[PAIR][4] = {{{0}}}, keys[4], left;
+        for (Size i = 0; i < whole; i += LANES) {
+#pragma GCC unroll 4
+            for (int t = 0; t < 4; t++)
+                load(&keys[t], from + t * s_place + i);
+#pragma GCC unroll 2
+            for (int n = 0; n < queries; n++) {
+                load(&left, q[n] + i);
+#pragma GCC unroll 4
+                for (int t = 0; t < 4; t++)
+                    sums[n][t] += left * keys[t];
+            }
         }
-        scores[at - low] = w * scale;
-        scores[at - low + 1] = x * scale;
-        scores[at - low + 2] = y * scale;
-        scores[at - low + 3] = z * scale;
+#pragma GCC unroll 2
+        for (int n = 0; n < queries; n++) {
+            float *to = scores[n] + at - low;
+            add_lanes(sums[n], to);
+            for (int t = 0; t < 4; t++)
+                to[t] *= scale;
+            for (int t = 0; t < 4 && whole < dim; t++)
+                to[t] += dot(q[n] + whole, from + t * s_place + whole, dim - whole) * scale;
+        }
     }
     for (; at < high; at++)
-        scores[at - low] = dot(q, page + at * s_place, dim) * scale;
+        for (int n = 0; n < queries; n++)
+            scores[n][at - low] = dot(q[n], page + at * s_place, dim) * scale;
 }
 
-static inline void add_page(const float *weights, const float *page, Size s_place, Size low, Size high, Size dim, float *out)
+/* Adds dims i to i + vectors * LANES - 1 of the values of some tokens, times the weights of one or two queries, to their outputs. */
+INLINE void add_dims(const float *const *weights, const float *page, Size s_place, Size tokens, float *const *out, Size i,
+                     const int queries, const int vectors)
 {
-    Size at = low;
-    for (; at + 4 <= high; at += 4) {
-        const float *a = page + at * s_place, *b = a + s_place, *c = b + s_place, *d = c + s_place;
-        float w = weights[at - low], x = weights[at - low + 1], y = weights[at - low + 2], z = weights[at - low + 3];
-#pragma omp simd
-        for (Size i = 0; i < dim; i++)
-            out[i] += w * a[i] + x * b[i] + y * c[i] + z * d[i];
-    }
-    for (; at < high; at++) {
-        float weight = weights[at - low];
-        const float *a = page + at * s_place;
-#pragma omp simd
-        for (Size i = 0; i < dim; i++)
-            out[i] += weight * a[i];
-    }
+    Lanes sums[PAIR][4], value;
+#pragma GCC unroll 2
+    for (int n = 0; n < queries; n++)
+        memcpy(sums[n], out[n] + i, (size_t)vectors * sizeof value);
+    for (Size at = 0; at < tokens; at++)
+#pragma GCC unroll 4
+        for (int part = 0; part < vectors; part++) {
+            load(&value, page + at * s_place + i + part * LANES);
+#pragma GCC unroll 2
+            for (int n = 0; n < queries; n++)
+                sums[n][part] += weights[n][at] * value;
+        }
+#pragma GCC unroll 2
+    for (int n = 0; n < queries; n++)
+        memcpy(out[n] + i, sums[n], (size_t)vectors * sizeof value);
 }
 
-/* The `group` queries that share a head of K and V, over tokens first to length - 1 of one row. */
-CLONES static void attend_head(const float *q, Size s_q, Head k, Head v, const int32_t *table, Size first, Size length,
-                               Size block, Size group, Size dim, Size v_dim, float scale, float *scores, float *out)
+/* Adds the values of some tokens of a page, times the weights of one or two queries, to their outputs. */
+INLINE void add_page(const float *const *weights, const float *page, Size s_place, Size tokens, Size dim, float *const *out, const int queries)
 {
+    Size i = 0;
+    for (; i + 4 * LANES <= dim; i += 4 * LANES)
+        add_dims(weights, page, s_place, tokens, out, i, queries, 4);
+    for (; i + LANES <= dim; i += LANES)
+        add_dims(weights, page, s_place, tokens, out, i, queries, 1);
+    for (; i < dim; i++)
+        for (int n = 0; n < queries; n++)
+            for (Size at = 0; at < tokens; at++)
+                out[n][i] += weights[n][at] * page[at * s_place + i];
+}
+
+/* The weights of a query from its scores. Only items begin to end - 1 count, the others get the weight 0. */
+INLINE void weigh(float *scores, Size begin, Size end, Size count)
+{
+    float most = scores[begin], sum = 0;
+#pragma omp simd reduction(max : most)
+    for (Size at = begin; at < end; at++)
+        most = scores[at] > most ? scores[at] : most;
+#pragma omp simd reduction(+ : sum)
+    for (Size at = begin; at < end; at++) {
+        scores[at] = exp_of(scores[at] - most);
+        sum += scores[at];
+    }
+    float inverse = 1.0f / sum;
+#pragma omp simd
+    for (Size at = begin; at < end; at++)
+        scores[at] *= inverse;
+    for (Size at = 0; at < begin; at++)
+        scores[at] = 0;
+    for (Size at = end; at < count; at++)
+        scores[at] = 0;
+}
+
+/* The queries of a few rows of one sequence that share a head of K and V: `group` in each row, at q + row * s_row + i * s_q. Row r
+ * is attended over tokens firsts[r] to lengths[r] - 1. Each page is read once, for all rows. `scores` has room for the tokens
+ * that any row sees, for every query. */
+CLONES static void attend_rows(const float *q, Size s_row, Size s_q, Size rows, Head k, Head v, const int32_t *table, const int64_t *firsts,
+                               const int64_t *lengths, Size block, Size group, Size dim, Size v_dim, float scale, float *scores,
+                               float *out, Size s_out)
+{
+    Size first = firsts[0], length = lengths[0], queries = rows * group;
+    for (Size r = 1; r < rows; r++) {
+        first = firsts[r] < first ? firsts[r] : first;
+        length = lengths[r] > length ? lengths[r] : length;
+    }
     Size seen = length - first, begin = first / block, end = (length + block - 1) / block;
     for (Size b = begin; b < end; b++) {
-        Size low = b == begin ? first - b * block : 0, high = b == end - 1 ? length - b * block : block;
+        Size low = b == begin ? first - b * block : 0, high = b == end - 1 ? length - b * block : block, n = 0;
         const float *page = k.data + table[b] * k.s_page;
-        for (Size g = 0; g < group; g++)
-            score_page(q + g * s_q, page, k.s_place, low, high, dim, scale, scores + g * seen + b * block + low - first);
-    }
-    for (Size g = 0; g < group; g++) {
-        float *mine = scores + g * seen, most = mine[0], sum = 0;
-#pragma omp simd reduction(max : most)
-        for (Size at = 0; at < seen; at++)
-            most = mine[at] > most ? mine[at] : most;
-#pragma omp simd reduction(+ : sum)
-        for (Size at = 0; at < seen; at++) {
-            mine[at] = exp_of(mine[at] - most);
-            sum += mine[at];
+        for (; n < queries; n += PAIR) {
+            Size m = n + 1 < queries ? n + 1 : n;
+            const float *both[PAIR] = {q + n / group * s_row + n % group * s_q, q + m / group * s_row + m % group * s_q};
+            float *to[PAIR] = {scores + n * seen + b * block + low - first, scores + m * seen + b * block + low - first};
+            if (m > n)
+                score_page(both, page, k.s_place, low, high, dim, scale, to, 2);
+            else
+                score_page(both, page, k.s_place, low, high, dim, scale, to, 1);
         }
-        float inverse = 1.0f / sum;
-#pragma omp simd
-        for (Size at = 0; at < seen; at++)
-            mine[at] *= inverse;
-        memset(out + g * v_dim, 0, (size_t)v_dim * sizeof(float));
+    }
+    for (Size r = 0; r < rows; r++) {
+        for (Size g = 0; g < group; g++)
+            weigh(scores + (r * group + g) * seen, firsts[r] - first, lengths[r] - first, seen);
+        memset(out + r * s_out, 0, (size_t)(group * v_dim) * sizeof(float));
     }
     for (Size b = begin; b < end; b++) {
-        Size low = b == begin ? first - b * block : 0, high = b == end - 1 ? length - b * block : block;
-        const float *page = v.data + table[b] * v.s_page;
-        for (Size g = 0; g < group; g++)
-            add_page(scores + g * seen + b * block + low - first, page, v.s_place, low, high, v_dim, out + g * v_dim);
+        Size low = b == begin ? first - b * block : 0, high = b == end - 1 ? length - b * block : block, n = 0;
+        const float *page = v.data + table[b] * v.s_page + low * v.s_place;
+        for (; n < queries; n += PAIR) {
+            Size m = n + 1 < queries ? n + 1 : n;
+            const float *both[PAIR] = {scores + n * seen + b * block + low - first, scores + m * seen + b * block + low - first};
+            float *to[PAIR] = {out + n / group * s_out + n % group * v_dim, out + m / group * s_out + m % group * v_dim};
+            if (m > n)
+                add_page(both, page, v.s_place, high - low, v_dim, to, 2);
+            else
+                add_page(both, page, v.s_place, high - low, v_dim, to, 1);
+        }
     }
 }
 
@@ -252,47 +350,59 @@ static PyObject *decode(PyObject *self, PyObject *args)
     for (Size unit = begin; unit < end; unit++) {
         Size row = unit / kv, head = unit % kv;
         Head keys = {(Floats)k + head * sk_head, sk_page, sk_place}, values = {(Floats)v + head * sv_head, sv_page, sv_place};
-        attend_head((Floats)q + row * sq_row + head * group * sq_head, sq_head, keys, values,
-                    (const int32_t *)tables + row * s_table, first[row], length[row], block, group, dim, v_dim, scale,
-                    scores, (Floats)out + (row * heads + head * group) * v_dim);
+        attend_rows((Floats)q + row * sq_row + head * group * sq_head, sq_row, sq_head, 1, keys, values,
+                    (const int32_t *)tables + row * s_table, first + row, length + row, block, group, dim, v_dim, scale,
+                    scores, (Floats)out + (row * heads + head * group) * v_dim, heads * v_dim);
     }
     Py_END_ALLOW_THREADS
     free(scores);
     Py_RETURN_NONE;
 }
 
-/* A layer's new tokens, one a row: q and k turned, k and v written behind what the row has, q attended. `joined` is q, k and v of
- * each row, head after head. */
+/* How many rows from `row` on, at most MOST_ROWS, belong to the same sequence. Row r belongs to sequence lines[r]. */
+static inline Size rows_together(const int64_t *lines, Size row, Size end)
+{
+    Size most = row + MOST_ROWS < end ? row + MOST_ROWS : end, after = row + 1;
+    while (after < most && lines[after] == lines[row])
+        after++;
+    return after - row;
+}
+
+/* A layer's new tokens, one a row: q and k turned, k and v written behind what the sequence has, q attended. `joined` is q, k and
+ * v of each row, head after head. The rows of a sequence follow one another. */
 static PyObject *step(PyObject *self, PyObject *args)
 {
-    Size joined, cosine, sine, out, begin, end, heads, k, v, kv, dim, block, tables, s_table, firsts, lengths, longest;
+    Size joined, cosine, sine, out, begin, end, heads, k, v, kv, dim, block, tables, s_table, lines, firsts, lengths, longest;
     Size sk_page, sk_place, sk_head, sv_page, sv_place, sv_head;
     float scale;
-    if (!PyArg_ParseTuple(args, "nnnnnnnf(nnnnnnnnnnn)(nnnnn)", &joined, &cosine, &sine, &out, &begin, &end, &heads, &scale,
+    if (!PyArg_ParseTuple(args, "nnnnnnnf(nnnnnnnnnnn)(nnnnnn)", &joined, &cosine, &sine, &out, &begin, &end, &heads, &scale,
                           &k, &v, &kv, &dim, &block, &sk_page, &sk_place, &sk_head, &sv_page, &sv_place, &sv_head,
-                          &tables, &s_table, &firsts, &lengths, &longest))
+                          &tables, &s_table, &lines, &firsts, &lengths, &longest))
         return NULL;
     Size group = heads / kv, width = (heads + 2 * kv) * dim;
-    Floats scores = malloc((size_t)(group * longest) * sizeof(float));
+    Floats scores = malloc((size_t)(MOST_ROWS * group * (longest + MOST_ROWS)) * sizeof(float)); /* windows of rows overlap */
     if (scores == NULL)
         return PyErr_NoMemory();
     Py_BEGIN_ALLOW_THREADS
     turn_heads((Floats)joined + begin * width, (Floats)cosine + begin * dim, (Floats)sine + begin * dim, end - begin,
                heads + kv, dim / 2, width, dim);
-    for (Size row = begin; row < end; row++) {
-        const int32_t *table = (const int32_t *)tables + row * s_table;
-        Size first = ((const int64_t *)firsts)[row], length = ((const int64_t *)lengths)[row], last = length - 1;
-        const float *q = (Floats)joined + row * width, *new_k = q + heads * dim, *new_v = new_k + kv * dim;
-        Floats to_k = (Floats)k + table[last / block] * sk_page + last % block * sk_place;
-        Floats to_v = (Floats)v + table[last / block] * sv_page + last % block * sv_place;
-        for (Size head = 0; head < kv; head++) {
-            memcpy(to_k + head * sk_head, new_k + head * dim, (size_t)dim * sizeof(float));
-            memcpy(to_v + head * sv_head, new_v + head * dim, (size_t)dim * sizeof(float));
+    const int64_t *line = (const int64_t *)lines, *first = (const int64_t *)firsts, *length = (const int64_t *)lengths;
+    for (Size row = begin, count; row < end; row += count) {
+        const int32_t *table = (const int32_t *)tables + line[row] * s_table;
+        const float *q = (Floats)joined + row * width;
+        count = rows_together(line, row, end);
+        for (Size one = 0; one < count; one++) {
+            Size last = length[row + one] - 1, page = table[last / block], place = last % block;
+            const float *new_k = q + one * width + heads * dim, *new_v = new_k + kv * dim;
+            for (Size head = 0; head < kv; head++) {
+                memcpy((Floats)k + page * sk_page + place * sk_place + head * sk_head, new_k + head * dim, (size_t)dim * sizeof(float));
+                memcpy((Floats)v + page * sv_page + place * sv_place + head * sv_head, new_v + head * dim, (size_t)dim * sizeof(float));
+            }
         }
         for (Size head = 0; head < kv; head++) {
             Head keys = {(Floats)k + head * sk_head, sk_page, sk_place}, values = {(Floats)v + head * sv_head, sv_page, sv_place};
-            attend_head(q + head * group * dim, dim, keys, values, table, first, length, block, group, dim, dim, scale,
-                        scores, (Floats)out + (row * heads + head * group) * dim);
+            attend_rows(q + head * group * dim, width, dim, count, keys, values, table, first + row, length + row, block,
+                        group, dim, dim, scale, scores, (Floats)out + (row * heads + head * group) * dim, heads * dim);
         }
     }
     Py_END_ALLOW_THREADS
@@ -302,15 +412,13 @@ static PyObject *step(PyObject *self, PyObject *args)
 
 /* -- products of a few rows ------------------------------------------------------------------- */
 
-typedef float Lanes __attribute__((vector_size(16)));
-#define LANES 4
-#define TILE 4   /* columns of a tile */
+#define TILE 4    /* columns of a tile */
 #define TALLEST 6 /* rows of a tile: the sums of 6 by 4 items stay in registers */
 
 /* `rows` by `columns` items of out = x wᵀ, or added to out. The counts are constants, so that the sums stay in registers. The
  * columns of the next tile are fetched meanwhile: a column is too short for the processor to fetch it by itself. */
-static inline __attribute__((always_inline)) void multiply_tile(const float *x, const float *w, float *out, Size dim, Size s_out,
-                                                                const int rows, const int columns, int add)
+INLINE void multiply_tile(const float *x, const float *w, float *out, Size dim, Size s_out,
+                          const int rows, const int columns, int add)
 {
     Lanes sums[TALLEST][TILE] = {{{0}}};
     const float *lefts[TALLEST], *rights[TILE]; /* the compiler keeps them in registers */
@@ -346,14 +454,16 @@ static inline __attribute__((always_inline)) void multiply_tile(const float *x, 
                 sums[r][c] += more * beyond[c];
         }
     }
-    for (int r = 0; r < rows; r++)
+    for (int r = 0; r < rows; r++) {
+        float row[TILE];
+        add_lanes(sums[r], row);
         for (int c = 0; c < columns; c++) {
-            Lanes s = sums[r][c];
-            float sum = (s[0] + s[2]) + (s[1] + s[3]);
+            float sum = row[c];
             for (Size j = i; j < dim; j++)
                 sum += x[r * dim + j] * w[c * dim + j];
             out[r * s_out + c] = add ? out[r * s_out + c] + sum : sum;
         }
+    }
 }
 
 /* Columns [begin, end) of out = x wᵀ. BLAS copies w for a product of two rows, which takes longer than the product. */
@@ -408,45 +518,93 @@ typedef struct {
 } Layer;
 
 typedef struct {
-    const float *embeddings, *head, *norm, *cosine, *sine;
-    const Layer *layers;
+    Size embeddings, head, norm, cosine, sine, layers; /* addresses */
     Size count, vocabulary, hidden, inner, heads, kv, dim, block;
     float eps, one, scale;
     int tanh_form;
 } Model;
 
-/* Buffers for `rows` tokens. */
+/* Buffers for `rows` tokens. Each token has its sequence, and the range of tokens that it sees: from 0 to its own position. */
 typedef struct {
     float *x, *normed, *joined, *attended, *both, *gated, *scores;
+    int64_t *tokens, *lines, *firsts, *lengths;
+    void *memory;
 } Buffers;
 
-/* One token of each sequence, with the embeddings in `buffers.x`: computes all layers, in place. */
-static void run_layers(const Model *m, const Buffers *b, const Size *positions, Size rows)
+/* Returns 0 if there is no memory. Sequences have up to `longest` tokens. */
+static int get_buffers(Buffers *b, const Model *m, Size rows, Size longest)
 {
-    Size width = (m->heads + 2 * m->kv) * m->dim, group = m->heads / m->kv, dim = m->dim, hidden = m->hidden;
-    for (const Layer *layer = m->layers; layer < m->layers + m->count; layer++) {
+    Size width = (m->heads + 2 * m->kv) * m->dim, all_heads = m->heads * m->dim;
+    Size each = 2 * m->hidden + width + all_heads + 3 * m->inner, scores = MOST_ROWS * (m->heads / m->kv) * longest;
+    b->memory = malloc((size_t)rows * 4 * sizeof(int64_t) + (size_t)(rows * each + scores) * sizeof(float));
+    b->tokens = b->memory;
+    b->lines = b->tokens + rows;
+    b->firsts = b->lines + rows;
+    b->lengths = b->firsts + rows;
+    b->x = (Floats)(b->lengths + rows);
+    b->normed = b->x + rows * m->hidden;
+    b->joined = b->normed + rows * m->hidden;
+    b->attended = b->joined + rows * width;
+    b->both = b->attended + rows * all_heads;
+    b->gated = b->both + rows * 2 * m->inner;
+    b->scores = b->gated + rows * m->inner;
+    if (b->memory != NULL)
+        memset(b->firsts, 0, (size_t)rows * sizeof(int64_t));
+    return b->memory != NULL;
+}
+
+/* Turns, writes and attends the q, k and v of all rows in `b->joined`. */
+static void attend_layer(const Model *m, const Layer *layer, const Buffers *b, Size rows)
+{
+    Size width = (m->heads + 2 * m->kv) * m->dim, group = m->heads / m->kv, dim = m->dim;
+    for (Size row = 0; row < rows; row++) {
+        Size at = b->lengths[row] - 1, page = ((const int32_t *)layer->tables)[b->lines[row] * layer->s_table + at / m->block];
+        float *q = b->joined + row * width, *k = q + m->heads * dim, *v = k + m->kv * dim;
+        turn_heads(q, (Floats)m->cosine + at * dim, (Floats)m->sine + at * dim, 1, m->heads + m->kv, dim / 2, width, dim);
+        Floats to_k = (Floats)layer->k + page * layer->sk_page + at % m->block * layer->sk_place;
+        Floats to_v = (Floats)layer->v + page * layer->sv_page + at % m->block * layer->sv_place;
+        for (Size head = 0; head < m->kv; head++) {
+            memcpy(to_k + head * layer->sk_head, k + head * dim, (size_t)dim * sizeof(float));
+            memcpy(to_v + head * layer->sv_head, v + head * dim, (size_t)dim * sizeof(float));
+        }
+    }
+    for (Size row = 0, count; row < rows; row += count) {
+        const int32_t *table = (const int32_t *)layer->tables + b->lines[row] * layer->s_table;
+        count = rows_together(b->lines, row, rows);
+        for (Size head = 0; head < m->kv; head++) {
+            Head keys = {(Floats)layer->k + head * layer->sk_head, layer->sk_page, layer->sk_place};
+            Head values = {(Floats)layer->v + head * layer->sv_head, layer->sv_page, layer->sv_place};
+            attend_rows(b->joined + row * width + head * group * dim, width, dim, count, keys, values, table, b->firsts + row,
+                        b->lengths + row, m->block, group, dim, dim, m->scale, b->scores,
+                        b->attended + (row * m->heads + head * group) * dim, m->heads * dim);
+        }
+    }
+}
+
+/* Computes all layers for the tokens of `b`. The rows of a sequence follow one another, in the order of their positions. */
+static void run_layers(const Model *m, const Buffers *b, Size rows)
+{
+    Size width = (m->heads + 2 * m->kv) * m->dim, hidden = m->hidden;
+    for (Size row = 0; row < rows; row++)
+        memcpy(b->x + row * hidden, (Floats)m->embeddings + b->tokens[row] * hidden, (size_t)hidden * sizeof(float));
+    for (const Layer *layer = (const Layer *)m->layers, *end = layer + m->count; layer < end; layer++) {
         norm_rows(b->x, (Floats)layer->norm, b->normed, rows, hidden, hidden, m->eps, m->one);
         multiply_rows(b->normed, (Floats)layer->qkv, b->joined, rows, 0, width, hidden, width, 0);
-        for (Size row = 0; row < rows; row++) {
-            Size at = positions[row], page = at / m->block, place = at % m->block;
-            const int32_t *table = (const int32_t *)layer->tables + row * layer->s_table;
-            float *q = b->joined + row * width, *k = q + m->heads * dim, *v = k + m->kv * dim;
-            turn_heads(q, m->cosine + at * dim, m->sine + at * dim, 1, m->heads + m->kv, dim / 2, width, dim);
-            for (Size head = 0; head < m->kv; head++) {
-                Floats keys = (Floats)layer->k + head * layer->sk_head, values = (Floats)layer->v + head * layer->sv_head;
-                memcpy(keys + table[page] * layer->sk_page + place * layer->sk_place, k + head * dim, (size_t)dim * sizeof(float));
-                memcpy(values + table[page] * layer->sv_page + place * layer->sv_place, v + head * dim, (size_t)dim * sizeof(float));
-                Head all_keys = {keys, layer->sk_page, layer->sk_place}, all_values = {values, layer->sv_page, layer->sv_place};
-                attend_head(q + head * group * dim, dim, all_keys, all_values, table, 0, at + 1, m->block, group, dim, dim,
-                            m->scale, b->scores, b->attended + (row * m->heads + head * group) * dim);
-            }
-        }
-        multiply_rows(b->attended, (Floats)layer->output, b->x, rows, 0, hidden, m->heads * dim, hidden, 1);
+        attend_layer(m, layer, b, rows);
+        multiply_rows(b->attended, (Floats)layer->output, b->x, rows, 0, hidden, m->heads * m->dim, hidden, 1);
         norm_rows(b->x, (Floats)layer->mlp_norm, b->normed, rows, hidden, hidden, m->eps, m->one);
         multiply_rows(b->normed, (Floats)layer->gate_up, b->both, rows, 0, 2 * m->inner, hidden, 2 * m->inner, 0);
         gate_rows(b->both, b->gated, rows, m->inner, m->tanh_form);
         multiply_rows(b->gated, (Floats)layer->down, b->x, rows, 0, hidden, m->inner, hidden, 1);
     }
+}
+
+/* The logits after the rows places[0] to places[count - 1]. */
+static void logits_after(const Model *m, const Buffers *b, const int64_t *places, Size count, float *logits)
+{
+    for (Size i = 0; i < count; i++)
+        norm_rows(b->x + places[i] * m->hidden, (Floats)m->norm, b->normed + i * m->hidden, 1, m->hidden, m->hidden, m->eps, m->one);
+    multiply_rows(b->normed, (Floats)m->head, logits, count, 0, m->vocabulary, m->hidden, m->vocabulary, 0);
 }
 
 static Size largest_of(const float *scores, Size count)
@@ -458,64 +616,90 @@ static Size largest_of(const float *scores, Size count)
     return best;
 }
 
-/* Several tokens of each sequence, one after the other. Sequence r computes its given[r] known tokens, then the tokens that
- * it chooses itself, totals[r] in all. It chooses the most likely token after its last known token and after each later
- * token, wanted[r] in all. Sequences with the largest totals come first. chosen[step][r] is what it chose in a step, and
- * `logits` has the last ones of each sequence. */
+#define MODEL "(nnnnnnnnnnnnnnfffp)"
+#define MODEL_FIELDS(m)                                                                                                              \
+    &(m).embeddings, &(m).head, &(m).norm, &(m).cosine, &(m).sine, &(m).layers, &(m).count, &(m).vocabulary, &(m).hidden,              \
+        &(m).inner, &(m).heads, &(m).kv, &(m).dim, &(m).block, &(m).eps, &(m).one, &(m).scale, &(m).tanh_form
+
+/* Several known tokens of each sequence at once. Row r has a token of sequence lines[r], which then has lengths[r] tokens. The
+ * logits are those after the rows `places`. */
+static PyObject *compute(PyObject *self, PyObject *args)
+{
+    Size tokens, lines, lengths, rows, places, wanted, logits, longest;
+    Model m;
+    Buffers b;
+    if (!PyArg_ParseTuple(args, MODEL "(nnnnnnnn)", MODEL_FIELDS(m), &tokens, &lines, &lengths, &rows, &places, &wanted, &logits, &longest))
+        return NULL;
+    if (!get_buffers(&b, &m, rows, longest))
+        return PyErr_NoMemory();
+    Py_BEGIN_ALLOW_THREADS
+    memcpy(b.tokens, (void *)tokens, (size_t)rows * sizeof(int64_t));
+    memcpy(b.lines, (void *)lines, (size_t)rows * sizeof(int64_t));
+    memcpy(b.lengths, (void *)lengths, (size_t)rows * sizeof(int64_t));
+    run_layers(&m, &b, rows);
+    logits_after(&m, &b, (const int64_t *)places, wanted, (Floats)logits);
+    Py_END_ALLOW_THREADS
+    free(b.memory);
+    Py_RETURN_NONE;
+}
+
+/* The same, and then the tokens that each sequence chooses itself, one after the other. Sequence i has its last known token in
+ * row places[i]. It chooses the most likely token after this token and after each later one, wanted[i] in all, and computes
+ * later[i] of them. Sequences with the largest `later` come first. chosen[step][i] is what sequence i chooses in a step. */
 static PyObject *generate(PyObject *self, PyObject *args)
 {
-    Size embeddings, head, norm, cosine, sine, layers, tokens, given, totals, wanted, starts, chosen, logits;
-    Size rows, width, steps, longest;
+    Size tokens, lines, lengths, known, places, sequences, wanted, later, chosen, steps, longest;
     Model m;
-    if (!PyArg_ParseTuple(args, "(nnnnnnnnnnnnnnfffp)(nnnnnnnnnnn)", &embeddings, &head, &norm, &cosine, &sine, &layers, &m.count,
-                          &m.vocabulary, &m.hidden, &m.inner, &m.heads, &m.kv, &m.dim, &m.block, &m.eps, &m.one, &m.scale,
-                          &m.tanh_form, &tokens, &given, &totals, &wanted, &starts, &chosen, &logits, &rows, &width, &steps,
-                          &longest))
+    Buffers b;
+    if (!PyArg_ParseTuple(args, MODEL "(nnnnnnnnnnn)", MODEL_FIELDS(m), &tokens, &lines, &lengths, &known, &places, &sequences,
+                          &wanted, &later, &chosen, &steps, &longest))
         return NULL;
-    m.embeddings = (Floats)embeddings, m.head = (Floats)head, m.norm = (Floats)norm;
-    m.cosine = (Floats)cosine, m.sine = (Floats)sine, m.layers = (const Layer *)layers;
-    Size qkv = (m.heads + 2 * m.kv) * m.dim, all_heads = m.heads * m.dim;
-    Size each = 2 * m.hidden + qkv + all_heads + 3 * m.inner;
-    Floats memory = malloc((size_t)(rows * each + m.heads / m.kv * longest) * sizeof(float));
-    Size *positions = malloc((size_t)rows * sizeof(Size));
-    if (memory == NULL || positions == NULL) {
-        free(memory);
-        free(positions);
+    if (!get_buffers(&b, &m, known, longest))
+        return PyErr_NoMemory();
+    Floats logits = malloc((size_t)(sequences * m.vocabulary) * sizeof(float));
+    int64_t *ends = malloc((size_t)(2 * sequences) * sizeof(int64_t)), *every = ends + sequences;
+    if (logits == NULL || ends == NULL) {
+        free(b.memory);
+        free(logits);
+        free(ends);
         return PyErr_NoMemory();
     }
     Py_BEGIN_ALLOW_THREADS
-    Buffers b = {memory};
-    b.normed = b.x + rows * m.hidden;
-    b.joined = b.normed + rows * m.hidden;
-    b.attended = b.joined + rows * qkv;
-    b.both = b.attended + rows * all_heads;
-    b.gated = b.both + rows * 2 * m.inner;
-    b.scores = b.gated + rows * m.inner;
-    const int64_t *known = (const int64_t *)given, *total = (const int64_t *)totals, *most = (const int64_t *)wanted;
+    memcpy(b.tokens, (void *)tokens, (size_t)known * sizeof(int64_t));
+    memcpy(b.lines, (void *)lines, (size_t)known * sizeof(int64_t));
+    memcpy(b.lengths, (void *)lengths, (size_t)known * sizeof(int64_t));
+    run_layers(&m, &b, known);
+    for (Size i = 0; i < sequences; i++) {
+        every[i] = i;
+        ends[i] = b.lengths[((const int64_t *)places)[i]];
+    }
+    const int64_t *most = (const int64_t *)wanted, *until = (const int64_t *)later, *after = (const int64_t *)places;
     int64_t *found = (int64_t *)chosen;
-    Size active = rows;
-    for (Size step = 0; step < steps; step++) {
-        while (active && total[active - 1] <= step)
-            active--;
-        int choosing = 0;
-        for (Size row = 0; row < active; row++) {
-            int64_t token = step < known[row] ? ((const int64_t *)tokens)[row * width + step] : found[(step - 1) * rows + row];
-            memcpy(b.x + row * m.hidden, m.embeddings + token * m.hidden, (size_t)m.hidden * sizeof(float));
-            positions[row] = ((const int64_t *)starts)[row] + step;
-            Size after = step - (known[row] - 1);
-            choosing |= after >= 0 && after < most[row];
+    Size active = sequences;
+    for (Size step = 0; step < steps; step++, after = every) {
+        Size choosing = 0; /* sequences from here on choose nothing */
+        if (step) {
+            while (active && until[active - 1] < step)
+                active--;
+            for (Size i = 0; i < active; i++) {
+                b.tokens[i] = found[(step - 1) * sequences + i];
+                b.lines[i] = i;
+                b.lengths[i] = ends[i] + step;
+            }
+            run_layers(&m, &b, active);
         }
-        run_layers(&m, &b, positions, active);
+        for (Size i = 0; i < active; i++)
+            choosing = most[i] > step ? i + 1 : choosing;
         if (!choosing)
             continue;
-        norm_rows(b.x, m.norm, b.normed, active, m.hidden, m.hidden, m.eps, m.one);
-        multiply_rows(b.normed, m.head, (Floats)logits, active, 0, m.vocabulary, m.hidden, m.vocabulary, 0);
-        for (Size row = 0; row < active; row++)
-            found[step * rows + row] = largest_of((Floats)logits + row * m.vocabulary, m.vocabulary);
+        logits_after(&m, &b, after, choosing, logits);
+        for (Size i = 0; i < choosing; i++)
+            found[step * sequences + i] = largest_of(logits + i * m.vocabulary, m.vocabulary);
     }
     Py_END_ALLOW_THREADS
-    free(memory);
-    free(positions);
+    free(b.memory);
+    free(logits);
+    free(ends);
     Py_RETURN_NONE;
 }
 
@@ -527,7 +711,8 @@ static PyMethodDef methods[] = {
     {"decode", decode, METH_VARARGS, "decode(q, k, v, tables, firsts, lengths, out, begin, end, shape, strides, scale)"},
     {"step", step, METH_VARARGS, "step(joined, cos, sin, out, begin, end, heads, scale, (the layer's pages), (the step's rows))"},
     {"multiply", multiply, METH_VARARGS, "multiply(x, w, out, rows, begin, end, dim, row stride of out, add)"},
-    {"generate", generate, METH_VARARGS, "generate((the model), (the sequences))"},
+    {"compute", compute, METH_VARARGS, "compute((the model), (the tokens, and whose logits))"},
+    {"generate", generate, METH_VARARGS, "generate((the model), (the tokens, and how many to choose))"},
     {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_cpu", NULL, 0, methods, NULL, NULL, NULL, NULL};

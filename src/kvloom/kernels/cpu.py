@@ -20,12 +20,14 @@ would otherwise read or write wrong memory. Page ids are trusted: they come from
 |                  |                                                 | then `decode`                         |
 | `multiply`       | x [rows, dim], weight [columns, dim]            | [rows, columns]; with `into`, `into`  |
 |                  |                                                 | plus the product, in place            |
-| `SmallModel`     | the known tokens of several sequences           | their next tokens: runs a whole model |
+| `SmallModel`     | the known tokens of several sequences           | logits, or next tokens: runs a whole  |
+|                  |                                                 | model                                 |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import platform
+from collections.abc import Callable, Sequence as Many
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -34,19 +36,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-IS_BUILT = True
 try:
     from . import _cpu
+
+    IS_BUILT = hasattr(_cpu, "compute")  # false for a build of an earlier version
 except ImportError:  # the package was built without a compiler
     IS_BUILT = False
-HAS_GENERATE = IS_BUILT and hasattr(_cpu, "generate")
-HAS_MULTIPLY = IS_BUILT and hasattr(_cpu, "multiply")  # false for a build of an earlier version
 
 __all__ = [
     "LayerPages",
     "SingleTokenRows",
     "SmallLayer",
     "SmallModel",
+    "SmallStep",
     "VisibleTokens",
     "act_and_mul",
     "attention_step",
@@ -63,9 +65,11 @@ Ints = npt.NDArray[np.int64]
 MIN_THREAD_PRODUCTS = 1 << 22
 """Attention uses several threads if each thread has at least this many multiplications. One thread computes this
 many in about a millisecond."""
-MIN_ROWS, MAX_ROWS = 2, 32
+MIN_ROWS, MAX_ROWS = 2, 32 if platform.machine() in ("aarch64", "arm64") else 16
 """Smallest and largest number of tensor rows of x for which `multiply` is used. In this range it is up to three
 times as fast as BLAS, because BLAS copies the weight first."""
+MAX_THREADED_ROWS = 8
+"""`SmallModel` computes at most this many tokens in a step if torch has several threads, because it has only one."""
 
 
 def supports(*tensors: torch.Tensor) -> bool:
@@ -102,7 +106,7 @@ def multiplies(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether `multiply` supports x [..., dim] and the weight [columns, dim], and is faster than BLAS for
     them."""
     return (
-        HAS_MULTIPLY
+        IS_BUILT
         and MIN_ROWS * x.shape[-1] <= x.numel() <= MAX_ROWS * x.shape[-1]
         and x.is_contiguous()
         and weight.is_contiguous()
@@ -187,7 +191,7 @@ class VisibleTokens:
         self.at = self.firsts.ctypes.data, self.lengths.ctypes.data
 
     def parts(self, heads: int, products: int) -> list[int]:
-        """Divide the heads of all queries between threads, with equal work for each thread. Returns the bounds of
+        """Divide the heads of all queries between threads, with equal work for each thread. Return the bounds of
         the parts as head numbers. Head h of query r has the number r * heads + h. `products` is the number of
         multiplications per token and head."""
         units = len(self.counts) * heads
@@ -249,15 +253,25 @@ class SingleTokenRows:
     """The tokens of a step, one per row of the tensors. Each token has the page ids of its sequence ([rows,
     blocks], int32) and its visible tokens.
 
-    `ordered` states that several tokens may belong to one sequence. A token then sees earlier tokens of the step,
-    so all tokens run in order, in one thread.
+    With `lines`, row i has a token of the sequence whose page ids are `tables[lines[i]]`. The rows of a sequence follow
+    one another, and see the rows before them. Without `lines`, row i has the only token of the sequence with `tables[i]`.
     """
 
-    def __init__(self, tables: torch.Tensor, seen: VisibleTokens, ordered: bool = False) -> None:
-        self.ordered = ordered
-        tables = _dense(tables, torch.int32, (len(seen.counts), tables.shape[1]))
-        self.seen, self._kept, self.blocks = seen, tables, tables.shape[1]
-        self.at = tables.data_ptr(), tables.stride(0), *seen.at, seen.longest
+    def __init__(self, tables: torch.Tensor, seen: VisibleTokens, lines: Ints | None = None) -> None:
+        count = len(seen.counts)
+        self.has_drafts = lines is not None
+        if lines is None:
+            lines = np.arange(count)
+        lines = np.ascontiguousarray(lines, dtype=np.int64)
+        if len(lines) != count or lines.min() < 0 or lines.max() >= len(tables):
+            raise ValueError(f"lines {lines} of {count} rows do not fit {len(tables)} block tables")
+        if (np.diff(seen.lengths)[np.diff(lines) == 0] != 1).any():
+            raise ValueError(
+                f"rows of one sequence that see up to {seen.lengths} tokens do not follow one another"
+            )
+        tables = _dense(tables, torch.int32, tuple(tables.shape))
+        self.seen, self._kept, self.blocks = seen, (tables, lines), tables.shape[1]
+        self.at = tables.data_ptr(), tables.stride(0), lines.ctypes.data, *seen.at, seen.longest
 
 
 def attention_step(
@@ -269,7 +283,7 @@ def attention_step(
     pages: LayerPages,
     rows: SingleTokenRows,
 ) -> torch.Tensor:
-    """Rotate q and k, write k and v to pages, and compute attention of q, all in one native call. Returns the
+    """Rotate q and k, write k and v to pages, and compute attention of q, all in one native call. Return the
     outputs [rows, heads, dim of v].
 
     `joined` [rows, (heads + 2 * KV heads) * dim] must be dense. Each row contains q, k and v of one token. The call
@@ -290,7 +304,7 @@ def attention_step(
         )
     out = joined.new_empty((count, heads * dim))
     given = joined.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr()
-    bounds = [0, count] if rows.ordered else rows.seen.parts(1, 2 * heads * dim)
+    bounds = [0, count] if rows.has_drafts else rows.seen.parts(1, 2 * heads * dim)
     if len(bounds) == 2:
         _cpu.step(*given, 0, count, heads, scale, pages.at, rows.at)
     else:
@@ -314,8 +328,55 @@ class SmallLayer:
     pages: LayerPages
 
 
+class SmallStep:
+    """The tokens that a `SmallModel` computes in a step. Raises ValueError if the arguments do not fit together.
+
+    | field     | meaning                                                                                             |
+    |-----------|-----------------------------------------------------------------------------------------------------|
+    | `starts`  | the index of the first token of each sequence, and the number of all tokens                         |
+    | `lengths` | the number of tokens that each token sees: its position + 1                                         |
+    | `numbers` | [3, tokens]: each token's id, its sequence, and its length                                          |
+    | `tables`  | the page ids [sequences, blocks] for each layer of the model                                        |
+    """
+
+    # Steps are small, and lists of a few numbers take less time than arrays.
+    __slots__ = ("lengths", "most", "numbers", "starts", "tables")
+
+    def __init__(
+        self, tokens: Many[Many[int]], firsts: Many[int], tables: Many[npt.NDArray[np.int32]]
+    ) -> None:
+        """`tokens` are the tokens of each sequence, at least one, and `firsts` the positions of the first ones."""
+        ids: list[int] = []
+        lines: list[int] = []
+        self.lengths: list[int] = []
+        self.starts = [0]
+        for line, (own, first) in enumerate(zip(tokens, firsts, strict=True)):
+            if not len(own) or first < 0:
+                raise ValueError(f"tokens {own} from position {first} are not a part of a step")
+            ids += own
+            lines += [line] * len(own)
+            self.lengths += range(first + 1, first + len(own) + 1)
+            self.starts.append(len(ids))
+        if not ids or min(ids) < 0:
+            raise ValueError(f"tokens {ids} are not a step")
+        self.most = max(ids)
+        self.numbers = np.array((ids, lines, self.lengths), dtype=np.int64)
+        dense = {id(table): np.ascontiguousarray(table, dtype=np.int32) for table in tables}
+        self.tables = [dense[id(table)] for table in tables]
+
+    def ordered(self, order: list[int]) -> SmallStep:
+        """Return the same step with its sequences in another order."""
+        if order == list(range(len(order))):
+            return self
+        ids = self.numbers[0].tolist()
+        parts = [ids[self.starts[i] : self.starts[i + 1]] for i in order]
+        tables = {id(table): table[order] for table in self.tables}
+        firsts = [self.lengths[self.starts[i]] - 1 for i in order]
+        return SmallStep(parts, firsts, [tables[id(one)] for one in self.tables])
+
+
 class SmallModel:
-    """A decoder of plain layers, which generates several tokens in one native call, in one thread. Raises ValueError
+    """A decoder of plain layers, which computes a step in one native call, in one thread. Raises ValueError
     if the shapes of the weights do not fit together, or if a weight is not dense float32 on a CPU.
 
     `embeddings` and `head` are [vocabulary, hidden], `norm` is the last norm. `cos` and `sin` [positions, dim] are the
@@ -378,58 +439,64 @@ class SmallModel:
             vocabulary, hidden, inner, heads, pages.heads, pages.dim, pages.block, eps, float(gemma), scale, tanh,
         )  # fmt: skip
 
-    def generate(
-        self,
-        tokens: list[Ints],
-        starts: Ints,
-        wanted: Ints,
-        computed: int,
-        tables: list[npt.NDArray[np.int32]],
-    ) -> tuple[Ints, torch.Tensor]:
-        """Compute the known `tokens` of each sequence, then choose its most likely next tokens, `wanted[i]` in all.
-        Return the chosen tokens [sequences, longest] and the logits of each sequence's last choice. K and V of all
-        tokens but the last chosen token are written. With `computed` = 1, those of the last token are written too.
+    @property
+    def max_tokens(self) -> int:
+        """The number of tokens up to which a step takes less time here than in torch."""
+        return MAX_ROWS if torch.get_num_threads() == 1 else MAX_THREADED_ROWS
 
-        `starts` are the positions of the first known tokens. `tables` has the page ids [sequences, blocks] of each
-        layer. All pages must be reserved.
+    def compute(self, step: SmallStep, places: Many[int]) -> torch.Tensor:
+        """Compute the tokens of a step, and write their K and V. Return the logits after the tokens `places`, which are
+        indices in the step's tokens, all different."""
+        longest = max(step.lengths)
+        given = self._arguments(step, longest)
+        wanted = np.array(places, dtype=np.int64)
+        if len(places) and not (0 <= min(places) and max(places) < len(step.lengths) >= len(places)):
+            raise ValueError(f"places {places} do not fit {len(step.lengths)} tokens")
+        logits = torch.empty((len(places), self.vocabulary))
+        _cpu.compute(self._at, (*given, wanted.ctypes.data, len(places), logits.data_ptr(), longest))
+        return logits
+
+    def generate(self, step: SmallStep, wanted: Many[int], computed: int) -> Ints:
+        """Compute the tokens of a step. Then choose the most likely next tokens of each sequence, `wanted[i]` in all, one
+        after the other. Return the chosen tokens [sequences, longest]. K and V of all tokens but the last chosen token
+        are written. With `computed` = 1, those of the last token are written too. All pages must be reserved.
         """
-        known = np.array([len(one) for one in tokens])
-        totals = known + wanted - 1 + computed
-        ends = starts + totals
-        blocks = -(-int(ends.max()) // self._block)
-        if min(known) < 1 or min(wanted) < 1 or min(starts) < 0 or int(ends.max()) > self.positions:
-            raise ValueError(
-                f"{known} known and {wanted} wanted tokens from {starts} do not fit {self.positions}"
-            )
-        order = np.argsort(-totals, kind="stable")
-        rows, steps = len(order), int(totals.max())
-        given = np.zeros((rows, int(known.max())), np.int64)
-        for row, i in enumerate(order):
-            given[row, : known[i]] = tokens[i]
-        if given.min() < 0 or given.max() >= self.vocabulary:
-            raise ValueError(f"tokens from {given.min()} to {given.max()} exceed {self.vocabulary} entries")
-        lines = {}
-        for number, table in enumerate(tables):
-            if id(table) not in lines:
-                if table.shape[0] != rows or table.shape[1] < blocks:
-                    raise ValueError(f"block tables {table.shape} do not fit {rows} rows of {blocks} blocks")
-                lines[id(table)] = np.ascontiguousarray(table[order, :blocks], dtype=np.int32)
-            self._layers[number, -2:] = lines[id(table)].ctypes.data, blocks
-        parts = [np.ascontiguousarray(x[order], dtype=np.int64) for x in (known, totals, wanted, starts)]
-        chosen = np.zeros((steps, rows), np.int64)
-        logits = torch.empty((rows, self.vocabulary))
+        count = len(step.starts) - 1
+        if len(wanted) != count or min(wanted) < 1:
+            raise ValueError(f"{wanted} wanted tokens do not fit {count} sequences: each must be at least 1")
+        order = sorted(range(count), key=lambda i: -wanted[i])
+        step = step.ordered(order)
+        most = [wanted[i] for i in order]
+        ends = [end - 1 for end in step.starts[1:]]
+        longest = max(step.lengths[end] + n for end, n in zip(ends, most, strict=True)) + computed - 1
+        given = self._arguments(step, longest)
+        numbers = np.array((ends, most, [n + computed - 1 for n in most]), dtype=np.int64)
+        steps, at = most[0] + computed, numbers.ctypes.data
+        chosen = np.zeros((steps, count), np.int64)
         _cpu.generate(
-            self._at,
-            (
-                given.ctypes.data, *(x.ctypes.data for x in parts), chosen.ctypes.data, logits.data_ptr(),
-                rows, given.shape[1], steps, int(ends.max()),
-            ),
-        )  # fmt: skip
-        found = np.zeros((rows, int(wanted.max())), np.int64)
-        for row, i in enumerate(order):
-            found[i, : wanted[i]] = chosen[known[i] - 1 :, row][: wanted[i]]
-        back = np.argsort(order)
-        return found, logits[torch.from_numpy(back)] if rows > 1 else logits
+            self._at, (*given, at, count, at + 8 * count, at + 16 * count, chosen.ctypes.data, steps, longest)
+        )
+        found = np.empty((count, most[0]), np.int64)
+        found[order] = chosen[: most[0]].T
+        return found
+
+    def _arguments(self, step: SmallStep, longest: int) -> tuple[int, ...]:
+        """Set the block tables of a step. Return the addresses of its tokens, for native code. Sequences will have up to
+        `longest` tokens. Raises ValueError if tokens or block tables do not fit the model."""
+        if step.most >= self.vocabulary:
+            raise ValueError(f"token {step.most} exceeds {self.vocabulary} entries")
+        if longest > self.positions or len(step.tables) != self.layers:
+            raise ValueError(f"sequences of {longest} tokens do not fit {self.positions} positions")
+        blocks, lines = -(-longest // self._block), len(step.starts) - 1
+        found: dict[int, tuple[int, int]] = {}  # address and row size of each table
+        for table in step.tables:
+            if id(table) not in found:
+                if table.shape[0] != lines or table.shape[1] < blocks:
+                    raise ValueError(f"block tables {table.shape} do not fit {lines} rows of {blocks} blocks")
+                found[id(table)] = table.ctypes.data, table.shape[1]
+        self._layers[:, -2:] = [found[id(table)] for table in step.tables]
+        at, count = step.numbers.ctypes.data, len(step.lengths)
+        return at, at + 8 * count, at + 16 * count, count
 
 
 def _run_in_threads(bounds: list[int], part: Callable[[int, int], None]) -> None:

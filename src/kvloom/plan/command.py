@@ -49,6 +49,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--block-tokens", type=whole(1), default=16, metavar="N", help="tokens per block (default: 16)")
     add("--draft", metavar="MODEL", help="draft model that shares the pool")
+    add(
+        "--head",
+        metavar="HEAD",
+        help="draft head that shares the pool: mtp, or eagle=FOLDER (or its config.json)",
+    )
     add("--json", action="store_true", help="print JSON instead of tables")
 
 
@@ -57,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         return _list_models(args.json)
     from rich.console import Console
 
-    from kvloom.models.specs import load_spec, with_draft
+    from kvloom.models.specs import load_config, load_spec, with_draft, with_head
     from kvloom.plan import Load, PlanError, make_plan, render
 
     if args.model is None:
@@ -65,6 +70,10 @@ def run(args: argparse.Namespace) -> int:
     spec = load_spec(args.model, args.kv_dtype)
     if args.draft is not None:
         spec = with_draft(spec, load_spec(args.draft, args.kv_dtype))
+    if args.head is not None:
+        if args.draft is not None:
+            raise PlanError("--draft and --head are given: use one of them")
+        spec = with_head(spec, load_config(args.model), args.head, args.kv_dtype)
     context = args.context or min(8192, args.max_context or spec.max_context or 8192)
     load = Load(context, args.image_tokens, args.concurrency, args.max_context)
     plan = make_plan(spec, load, args.block_tokens, args.gpu_memory)

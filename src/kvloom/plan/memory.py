@@ -183,7 +183,7 @@ def _uniform(layout: PoolLayout, load: Load) -> int:
 
 
 def _whole_slabs(layout: PoolLayout, memory: int) -> int:
-    """Return how many bytes of a pool with `memory` bytes requests can use in every case.
+    """Return the part of a pool of `memory` bytes that requests can always use, in bytes.
 
     These are the bytes of all whole slabs, minus one slab for each group that has several pages per slab. The last slab
     of such a group may be partly empty.

@@ -208,7 +208,7 @@ def run(args: Namespace) -> int:
 
 
 def _plan(args: Namespace, traffic: Traffic, blocks: _Capacities, per_token: int) -> int:
-    """Find the smallest fleet for the traffic and print the plan: workers, roles, and whether to switch roles. Returns
+    """Find the smallest fleet for the traffic and print the plan: workers, roles, and whether to switch roles. Return
     the exit status.
     """
     from .fleet_plan import plan_fleet
@@ -252,7 +252,7 @@ def _exclude(args: Namespace, option: str, names: Sequence[str]) -> None:
 
 
 def _run_fleet(args: Namespace, traffic: Traffic, blocks: _Capacities, per_token: int) -> int:
-    """Replay over several workers, for every capacity, speed, route and admission, and print the results. Returns the
+    """Replay over several workers, for every capacity, speed, route and admission, and print the results. Return the
     exit status.
     """
     from .fleet import replay_fleet
@@ -409,7 +409,7 @@ def _size(
     tiers: Sequence[Tier],
     blocks: _Capacities,
 ) -> int:
-    """Print, for each policy, how large each tier must be for a given hit rate. Returns the exit status."""
+    """Print, for each policy, how large each tier must be for a given hit rate. Return the exit status."""
     named = args.capacity[-1:]
     device = blocks.bytes(named[0]) if named else None
     limits: list[tuple[str, int | None]] = [("device", device if tiers or named else None)]

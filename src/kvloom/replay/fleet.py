@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from kvloom.cluster.router import Choice, FleetIndex, Scorer, ScoringOptions, SpeedModel, WorkerLoad
 from kvloom.core import (
+    DEFAULT_POLICY,
     HASH_TOKENS,
     Backlog,
     BlockStored as Stored,
@@ -204,13 +205,25 @@ class _Worker:
     """One simulated worker: a queue, running requests, and a real cache."""
 
     def __init__(
-        self, name: str, blocks: int, block_tokens: int, longest: int, model: EngineModel, router: _Router
+        self,
+        name: str,
+        blocks: int,
+        block_tokens: int,
+        longest: int,
+        model: EngineModel,
+        router: _Router,
+        policy: str = DEFAULT_POLICY,
     ) -> None:
         self.name, self.model, self.router = name, model, router
         self.block_tokens, self.total = block_tokens, blocks * block_tokens
         self.clock = VirtualClock()
         self.cache = KVCache(
-            _LAYOUT, blocks + 1, max_sequences=model.max_running + 1, max_tokens=longest, clock=self.clock
+            _LAYOUT,
+            blocks + 1,
+            max_sequences=model.max_running + 1,
+            max_tokens=longest,
+            policy=policy,
+            clock=self.clock,
         )
         self.events: list[BlockStored | BlockRemoved] = []
         self.cache.events.subscribe(self._on_event)
@@ -267,7 +280,7 @@ class _Worker:
         return PromptWork(tokens, output, job.request.prompt_tokens)
 
     def predict(self, own: PromptWork, now: float) -> Prediction | None:
-        """Predict the times of a new request. `own` is the work of its prompt. Returns None until enough steps are
+        """Predict the times of a new request. `own` is the work of its prompt. Return None until enough steps are
         measured."""
         prompts = [
             self.work(job, job.request.prompt_tokens - job.computed)
@@ -305,14 +318,14 @@ class _Worker:
             self._begin_step(until)
 
     def _length(self, tokens: int) -> int:
-        """Convert a number of tokens of the trace to a number of tokens in the simulated cache, where each block of the
-        trace has HASH_TOKENS tokens.
+        """Convert a number of tokens of the trace to tokens of the simulated cache. There, each block of the trace
+        has HASH_TOKENS tokens.
         """
         blocks, rest = divmod(tokens, self.block_tokens)
         return blocks * HASH_TOKENS + -(-rest * HASH_TOKENS // self.block_tokens)
 
     def _grow(self, job: _Job, tokens: int) -> bool:
-        """Extend a job's sequence to `tokens` tokens of the trace. Returns False if the pool lacks pages."""
+        """Extend a job's sequence to `tokens` tokens of the trace. Return False if the pool lacks pages."""
         seq = job.sequence
         assert seq is not None
         now = int(self.cache.lengths[seq.row])
@@ -419,7 +432,7 @@ class _Worker:
             job.sequence = None
 
     def _schedule(self, job: _Job, budget: int) -> int:
-        """Add the next prompt tokens of a job to the step. Returns the number of added tokens, which is 0 if the pool
+        """Add the next prompt tokens of a job to the step. Return the number of added tokens, which is 0 if the pool
         lacks pages."""
         tokens = min(budget, job.request.prompt_tokens - job.computed)
         end = job.computed + tokens
@@ -509,7 +522,7 @@ class _Router:
         return choice
 
     def choose_prefill(self, job: _Job, decode: Choice, scale: int, now: float) -> Choice | None:
-        """Choose the prefill worker of a request. Returns None if the decode worker itself computes the prompt."""
+        """Choose the prefill worker of a request. Return None if the decode worker itself computes the prompt."""
         prompt = job.request.prompt_tokens
         if not self.prefill or prompt - decode.cached < HAND_OVER_TOKENS:
             return None
@@ -673,6 +686,7 @@ def replay_fleet(
     admission: str = "none",
     objective: Objective | None = None,
     queue_limit: int = 16,
+    policy: str = DEFAULT_POLICY,
     progress: Callable[[int], None] = lambda done: None,
 ) -> FleetOutcome:
     """Replay `traffic` over `workers` workers, each with a pool of `blocks` blocks. Takes about 20 seconds for 12,000
@@ -684,6 +698,7 @@ def replay_fleet(
     - `link_tokens`: the link of each prefill worker transfers the pages of this many tokens per second.
     - `admission`: which requests are refused (see ADMISSIONS). With "slo", a worker refuses a request that would miss
       `objective`. With "queue", a worker refuses a request if `queue_limit` requests already wait.
+    - `policy`: eviction policy of every worker.
     """
     if route not in ROUTES:
         raise ValueError(f"unknown route {route!r}; known: {', '.join(ROUTES)}")
@@ -716,7 +731,7 @@ def replay_fleet(
             if prefill <= number and prefill
             else model
         )
-        worker = _Worker(f"w{number}", blocks, block, longest, role, router)
+        worker = _Worker(f"w{number}", blocks, block, longest, role, router, policy)
         worker.link_tokens, worker.is_measured = link_tokens, admission == "slo"
         router.add(worker.name, blocks * block, number < prefill, block)
         members.append(worker)

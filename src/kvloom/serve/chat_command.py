@@ -54,7 +54,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Chat until /quit or the end of standard input. Returns the exit status."""
+    """Chat until /quit or the end of standard input. Return the exit status."""
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     if args.server is not None:
         return _chat(args, _server_answer(args), interactive)

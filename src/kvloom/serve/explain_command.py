@@ -1,4 +1,5 @@
-"""`kvloom explain`: prints why a request hit or missed the cache. The server keeps a record of each request."""
+"""`kvloom explain`: prints why a request hit or missed the cache, or why measured settings have their values. The server
+keeps a record of each request."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from kvloom.arguments import SERVER, server
 from .http_client import KEY, fetch
 from .words import POOL
 
-__all__ = ["arguments", "describe", "run"]
+__all__ = ["arguments", "describe", "describe_setting", "run"]
 
 BAR = 40
 """Width of the time axis of a waterfall, in characters."""
@@ -30,6 +31,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--url", type=server, default="http://127.0.0.1:8000", help=SERVER)
     add("--api-key", metavar="KEY", help=f"API key (default: ${KEY})")
+    add("--settings", action="store_true",
+        help="explain the settings that measurements change, instead of a request: their present values, and why")  # fmt: skip
     add("--json", action="store_true", help="print JSON")
 
 
@@ -38,6 +41,12 @@ def run(args: argparse.Namespace) -> int:
     unknown request, and OSError if no server answers.
     """
     key = args.api_key or os.environ.get(KEY)
+    if args.settings:
+        if args.request is not None:
+            raise ValueError(f"--settings explains no request: leave out {args.request!r}, or --settings")
+        settings = fetch(args.url, "/kvloom/state", key)["totals"]["settings"]
+        print(json.dumps(settings, indent=2) if args.json else "\n".join(map(describe_setting, settings)))
+        return 0
     if args.request is None:
         found = fetch(args.url, "/kvloom/requests?limit=20", key)
         print(json.dumps(found, indent=2) if args.json else _format_list(found["requests"]))
@@ -79,6 +88,12 @@ def describe(record: Mapping[str, Any]) -> list[str]:
     if record.get("slo") is not None:
         lines += _objective(record["slo"])
     return lines + _waterfall(record.get("waterfall", []), record["prompts"] > 1)
+
+
+def describe_setting(setting: Mapping[str, Any]) -> str:
+    """Return a line with the value of a measured setting, and the reason for this value."""
+    fixed = " (fixed)" if setting["is_fixed"] and setting["reason"] != "fixed" else ""
+    return f"{setting['name']}: {setting['value']:,} {setting['unit']}{fixed}: {setting['reason']}"
 
 
 def _waterfall(phases: list[Mapping[str, Any]], several: bool) -> list[str]:
@@ -142,7 +157,7 @@ def _account(record: Mapping[str, Any]) -> str:
 
 
 def _state(record: Mapping[str, Any]) -> str:
-    made = f"{record['output_tokens']:,} tokens made"
+    made = f"{record['output_tokens']:,} output tokens"
     if record["state"] == "finished":
         return f"finished ({record['finish_reason']}), {made}"
     if record["state"] == "failed":

@@ -177,6 +177,8 @@ def _add_process(group: argparse._ArgumentGroup) -> None:
     add("--silent-seconds", type=number(0), default=30.0, metavar="S", help=silent)
     step = "restart the engine if one step, or loading, takes more than this many seconds (default: 600; 0: never)"
     add("--step-seconds", type=number(0), default=600.0, metavar="S", help=step)
+    interval = "number of tokens per event of a stream, after its first token; more tokens need less CPU time (default: 1)"
+    add("--stream-interval", type=whole(1), default=1, metavar="N", help=interval)
 
 
 def _add_observability(group: argparse._ArgumentGroup) -> None:
@@ -370,6 +372,7 @@ def _models(
             tenants=tenants,
             progress=sys.stderr.isatty() and not args.quiet and len(given) == 1,
             observe=not args.no_metrics,
+            stream_interval=args.stream_interval,
             settings=with_own_events(engine_settings(own), len(models), served),
             log_level=level,
             log_format=args.log_format,

@@ -14,16 +14,16 @@ BLOCK = 4096
 
 
 def aligned(size: int) -> int:
-    """Returns the size rounded up to whole disk blocks."""
+    """Return the size rounded up to whole disk blocks."""
     return -(-size // BLOCK) * BLOCK
 
 
 def aligned_bytes(size: int) -> memoryview:
-    """Returns zeroed memory of at least `size` bytes. Its start and its size are multiples of the disk's block
+    """Return zeroed memory of at least `size` bytes. Its start and its size are multiples of the disk's block
     size."""
     return memoryview(mmap.mmap(-1, max(BLOCK, aligned(size))))
 
 
 def address_of(array: npt.NDArray[np.uint8]) -> int:
-    """Returns the address of an array's first byte."""
+    """Return the address of an array's first byte."""
     return int(array.__array_interface__["data"][0])

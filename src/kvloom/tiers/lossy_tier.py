@@ -52,7 +52,7 @@ class LossyTier(WrappedTier):
         return True
 
     def _encoded(self, objects: Objects) -> Objects:
-        """Returns the objects as the inner tier stores them. The exact and the lossy form of a page get the same key in
+        """Return the objects as the inner tier stores them. The exact and the lossy form of a page get the same key in
         the inner tier, so the inner tier stores each page once."""
         if objects.group in self.exact_groups:
             form = replace(objects.form, exact=False)
@@ -61,7 +61,7 @@ class LossyTier(WrappedTier):
         return Objects(objects.block_hashes, objects.group, form, objects.tenant)
 
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
-        """Returns for each object whether a read would probably find it. An object with an exact form is always a
+        """Return for each object whether a read would probably find it. An object with an exact form is always a
         miss."""
         if objects.form.exact or self._closed:
             return np.zeros(len(objects), np.bool_)
@@ -132,7 +132,7 @@ class LossyTier(WrappedTier):
 
 
 def parse_url(url: str) -> Opener:
-    """Parses `int8:` or `fp8:`, followed by the URL of another tier. Returns a function that opens the tier."""
+    """Parse `int8:` or `fp8:`, followed by the URL of another tier. Return a function that opens the tier."""
     coding, _, rest = url.partition(":")
     if scheme_of(rest) in CODINGS:
         raise ValueError(refused("lossy tier, lossy tier", url=url, coding=coding))

@@ -18,12 +18,12 @@ __all__ = ["Options", "redact_url", "url_label"]
 
 
 def redact_url(url: str) -> str:
-    """Returns a URL without its user and password, for messages."""
+    """Return a URL without its user and password, for messages."""
     return re.sub(r"//[^?]*@", "//…@", url)
 
 
 def url_label(url: str) -> str:
-    """Returns a URL for logs: without options, user and password."""
+    """Return a URL for logs: without options, user and password."""
     return redact_url(url.partition("?")[0])
 
 
@@ -40,25 +40,25 @@ class Options:
         self._known: list[str] = []
 
     def text(self, name: str, default: str) -> str:
-        """Returns the text of an option, or `default`."""
+        """Return the text of an option, or `default`."""
         self._known.append(name)
         return self._remaining.pop(name, default)
 
     def optional_text(self, name: str) -> Any:
-        """Returns the text of an option, or None if it is absent."""
+        """Return the text of an option, or None if it is absent."""
         self._known.append(name)
         return self._remaining.pop(name, None)
 
     def integer(self, name: str, default: int) -> int:
-        """Returns a whole number. Raises ValueError for other text."""
+        """Return a whole number. Raises ValueError for other text."""
         return int(self._parse(name, default, int))
 
     def seconds(self, name: str, default: float) -> float:
-        """Returns a number of seconds. Raises ValueError for other text."""
+        """Return a number of seconds. Raises ValueError for other text."""
         return float(self._parse(name, default, float))
 
     def ttl(self) -> float:
-        """Returns the time to live of pages in seconds. 0 means that pages never expire."""
+        """Return the time to live of pages in seconds. 0 means that pages never expire."""
         ttl = self.seconds("ttl", 0)
         try:
             check_ttl(ttl)
@@ -67,13 +67,13 @@ class Options:
         return ttl
 
     def size(self, name: str, default: int | None = None) -> int:
-        """Returns a size in bytes. Raises ValueError if the option is absent and there is no `default`."""
+        """Return a size in bytes. Raises ValueError if the option is absent and there is no `default`."""
         if default is None and name not in self._remaining:
             raise ValueError(f"{self.url}: {name} is missing; give ?{name}=64GiB")
         return int(self._parse(name, default, parse_size))
 
     def compression(self) -> Compression:
-        """Returns the compression method. Raises ValueError for an unknown method."""
+        """Return the compression method. Raises ValueError for an unknown method."""
         value = self.text("compression", "none")
         for known in get_args(Compression):
             if value == known:

@@ -68,6 +68,6 @@ class SupportsChanges(Protocol):
 
     def watch(self) -> PageChanges | None:
         """Record changes from now on, and return the list to which they are added. The pages that the tier already has
-        are the first changes. Returns None if the stored keys do not contain block hashes, for example because pages
+        are the first changes. Return None if the stored keys do not contain block hashes, for example because pages
         are encrypted."""
         ...

@@ -86,13 +86,13 @@ class OpenTier:
 
 
 def known_schemes() -> list[str]:
-    """Returns all URL schemes. Schemes of this package come first, then schemes of entry points. Does not import
+    """Return all URL schemes. Schemes of this package come first, then schemes of entry points. Does not import
     tiers."""
     return list(dict.fromkeys([*SCHEMES, *(point.name for point in entry_points(group=ENTRY_POINTS))]))
 
 
 def scheme_of(url: str) -> str:
-    """Returns the scheme of a URL, which is the text before the first colon. Raises ValueError if no tier has this
+    """Return the scheme of a URL, which is the text before the first colon. Raises ValueError if no tier has this
     scheme."""
     scheme, colon, _ = url.partition(":")
     known = list(SCHEMES) if scheme in SCHEMES else known_schemes()
@@ -105,7 +105,7 @@ def scheme_of(url: str) -> str:
 
 
 def find_parser(scheme: str) -> Parser:
-    """Imports and returns the parser of a scheme. Schemes of this package take precedence over entry points.
+    """Import and return the parser of a scheme. Schemes of this package take precedence over entry points.
 
     Raises ValueError if several packages define the scheme, or if the module of an entry point cannot be imported.
     """
@@ -125,7 +125,7 @@ def find_parser(scheme: str) -> Parser:
 
 
 def parse_tier(url: str) -> Opener:
-    """Parses a URL. Returns a function that opens its tier. Raises ValueError for an invalid URL. The message contains
+    """Parse a URL. Return a function that opens its tier. Raises ValueError for an invalid URL. The message contains
     the URL without its password."""
     parser = find_parser(scheme_of(url))
     try:
@@ -147,19 +147,19 @@ def check_tiers(urls: Iterable[str]) -> None:
 
 
 def short_tier_names(names: Sequence[str]) -> list[str]:
-    """Returns short names of tiers, without paths and addresses, for example disk, disk 2, redis."""
+    """Return short names of tiers, without paths and addresses, for example disk, disk 2, redis."""
     kinds = [name.partition(":")[0] for name in names]
     before = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
     return [f"{kind} {count + 1}" if count else kind for kind, count in zip(kinds, before, strict=True)]
 
 
 def open_tier(url: str) -> Tier:
-    """Opens the tier of a URL. Raises ValueError for an invalid URL, and TierError if the tier cannot be opened."""
+    """Open the tier of a URL. Raises ValueError for an invalid URL, and TierError if the tier cannot be opened."""
     return parse_tier(url)()
 
 
 def open_with_policy(url: str, shares: Shares | None = None) -> OpenTier:
-    """Opens a tier and reads its write policy from the URL option `write` (`through`, `second-use` or `back`).
+    """Open a tier and read its write policy from the URL option `write` (`through`, `second-use` or `back`).
 
     If the tier supports tenant shares, the tier enforces `shares`.
     """
@@ -175,7 +175,7 @@ def open_with_policy(url: str, shares: Shares | None = None) -> OpenTier:
 
 
 def split_write_policy(url: str) -> tuple[str, WritePolicy]:
-    """Returns the URL without its options `write` and `optional`, and the write policy. Host memory that is not shared
+    """Return the URL without its options `write` and `optional`, and the write policy. Host memory that is not shared
     with other processes has the default policy `back`. All other tiers have the default `through`."""
     scheme = scheme_of(url)
     if url.count("?") > 1:
@@ -198,7 +198,7 @@ _OPTIONAL = re.compile(r"(?<=[?&])optional=([^&]*)(?:&|$)")
 
 
 def is_optional(url: str) -> bool:
-    """Returns whether a URL has the option `optional=1`, so that the engine starts even if the tier cannot be
+    """Return whether a URL has the option `optional=1`, so that the engine starts even if the tier cannot be
     opened. Raises ValueError if the value of `optional` is neither 0 nor 1.
     """
     found = _OPTIONAL.search(url)
@@ -208,7 +208,7 @@ def is_optional(url: str) -> bool:
 
 
 def mark_optional(url: str) -> str:
-    """Returns the URL with the option `optional=1` (see `is_optional`)."""
+    """Return the URL with the option `optional=1` (see `is_optional`)."""
     rest = _without_optional(url)
     return f"{rest}{'&' if '?' in rest else '?'}optional=1"
 

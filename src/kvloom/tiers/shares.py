@@ -30,7 +30,7 @@ SHARED_OWNER = bytes(16)
 
 
 def tenant_owner(tenant: str) -> bytes:
-    """Returns the id of a tenant in stored data, which is a digest of its name. The id of the empty name is
+    """Return the id of a tenant in stored data, which is a digest of its name. The id of the empty name is
     SHARED_OWNER."""
     if not tenant:
         return SHARED_OWNER
@@ -89,7 +89,7 @@ class TenantAccounts:
         return list(self._accounts)
 
     def get(self, tenant: str) -> Account | None:
-        """Returns the limit and the guaranteed bytes of a tenant, or None if the tenant has no share."""
+        """Return the limit and the guaranteed bytes of a tenant, or None if the tenant has no share."""
         return self._accounts.get(tenant)
 
 
@@ -98,17 +98,17 @@ class SupportsShares(Protocol):
     """The interface of a tier that enforces shares."""
 
     def set_shares(self, shares: Shares) -> None:
-        """Sets the shares to enforce. Call this method once, before the first operation on the tier."""
+        """Set the shares to enforce. Call this method once, before the first operation on the tier."""
         ...
 
     def used_by(self, tenant: str) -> int:
-        """Returns the number of bytes that a tenant uses. For a tenant without a share, returns the bytes of the
+        """Return the number of bytes that a tenant uses. For a tenant without a share, returns the bytes of the
         common account."""
         ...
 
 
 def tenant_shares(tenants: Iterable[Tenant], pool_bytes: int) -> dict[str, Share]:
-    """Returns the shares of tenants, as fractions that apply to every tier. A tenant with neither quota nor weight
+    """Return the shares of tenants, as fractions that apply to every tier. A tenant with neither quota nor weight
     gets no share.
 
     The limit is the tenant's quota divided by `pool_bytes`, the size of the pool. The guarantee is the

@@ -64,28 +64,28 @@ class StoredPages(Protocol):
         ...
 
     def pages(self, max_heads: int | None = None) -> Iterator[StoredPage]:
-        """Yields every page. Reads the headers of at most `max_heads` pages, or of all pages if None."""
+        """Yield every page. Reads the headers of at most `max_heads` pages, or of all pages if None."""
         ...
 
     def verify(self, page: StoredPage) -> Outcome:
-        """Reads a page and compares its checksums. Returns MISSING if the page was removed or is not complete."""
+        """Read a page and compare its checksums. Return MISSING if the page was removed or is not complete."""
         ...
 
     def owner_of(self, tenant: str) -> bytes:
-        """Returns the digest in `StoredPage.tenant` for pages of this tenant. Raises ValueError if the tier does
+        """Return the digest in `StoredPage.tenant` for pages of this tenant. Raises ValueError if the tier does
         not separate tenants.
         """
         ...
 
     def drop(self, pages: Iterable[StoredPage]) -> int:
-        """Removes pages. Returns the number removed. Raises TierError if another process has locked the tier."""
+        """Remove pages. Return the number removed. Raises TierError if another process has locked the tier."""
         ...
 
     def close(self) -> None: ...
 
 
 def verify_page(head: Head, body: memoryview) -> Outcome:
-    """Compares the body of a stored page with the checksums in the page's header `head`. Needs no tenant's key, because
+    """Compare the body of a stored page with the checksums in the page's header `head`. Needs no tenant's key, because
     the checksums of sealed pages cover the stored bytes."""
     if len(body) < head.body_bytes:
         return Outcome.SHORT

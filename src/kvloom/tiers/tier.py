@@ -125,12 +125,12 @@ class Objects:
         return [name + tail for name in self.block_hashes]
 
     def take(self, indexes: npt.NDArray[np.int64] | Sequence[int]) -> Objects:
-        """Returns a batch of the objects at `indexes`."""
+        """Return a batch of the objects at `indexes`."""
         hashes = [self.block_hashes[i] for i in np.asarray(indexes, np.int64).tolist()]
         return Objects(hashes, self.group, self.form, self.tenant)
 
     def with_keys(self, keys: list[bytes]) -> Objects:
-        """Returns a batch of the same objects with other keys, one per object. A tier with a key file uses this
+        """Return a batch of the same objects with other keys, one per object. A tier with a key file uses this
         method, because it does not store pages under `Objects.keys`."""
         renamed = Objects(self.block_hashes, self.group, self.form, self.tenant)
         vars(renamed)["keys"] = keys
@@ -222,14 +222,14 @@ class Tier(Protocol):
         return True
 
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
-        """Returns for each object whether a read would probably find it. A page may still be evicted or damaged
+        """Return for each object whether a read would probably find it. A page may still be evicted or damaged
         before the read.
         """
         ...
 
     def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
-        """Reads bytes [start, stop) of every page. The bytes are written to the same range [start, stop) of the page's
-        memory in `into`. Returns the transfer.
+        """Read bytes [start, stop) of every page. The bytes are written to the same range [start, stop) of the page's
+        memory in `into`. Return the transfer.
 
         `part` is (start, stop) and must begin and end at boundaries of layer runs. None means the whole page. A
         tier serves reads in the order of the calls, so layers that are requested first arrive first.
@@ -237,26 +237,26 @@ class Tier(Protocol):
         ...
 
     def write(self, objects: Objects, source: Ranges) -> Transfer:
-        """Writes whole objects from the memory ranges `source`. Returns the transfer. The outcome OK means that the
+        """Write whole objects from the memory ranges `source`. Return the transfer. The outcome OK means that the
         page is stored now, or was stored before. In a disk tier, such a page survives a crash."""
         ...
 
     def drop(self, objects: Objects) -> int:
-        """Removes objects. Returns the number removed."""
+        """Remove objects. Return the number removed."""
         ...
 
     def stats(self) -> TierStats:
-        """Returns the size of the tier, and counts of reads and writes by outcome."""
+        """Return the size of the tier, and counts of reads and writes by outcome."""
         ...
 
     def close(self) -> None:
-        """Finishes pending transfers, or fails them after a bounded time. Afterwards every lookup and read is a miss.
+        """Finish pending transfers, or fails them after a bounded time. Afterwards every lookup and read is a miss.
         A second call has no effect."""
         ...
 
 
 def part_range(form: Form, part: tuple[int, int] | None) -> tuple[int, int]:
-    """Returns the byte range of `part`, or of the whole page if `part` is None. Raises ValueError if the range does
+    """Return the byte range of `part`, or of the whole page if `part` is None. Raises ValueError if the range does
     not begin and end at boundaries of layer runs.
     """
     if part is None:

@@ -36,11 +36,9 @@ _HEADS = 10_000
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="ls | check | purge")
-    ls = verbs.add_parser("ls", help="show objects, bytes, capacity, tenants, formats and versions")
-    check = verbs.add_parser(
-        "check", help="compare the checksums of all pages; exit code 1 if one is damaged"
-    )
-    purge = verbs.add_parser("purge", help="drop pages; without --yes only count them")
+    ls = _verb(verbs, "ls", "show objects, bytes, capacity, tenants, formats and versions")
+    check = _verb(verbs, "check", "compare the checksums of all pages; exit code 1 if one is damaged")
+    purge = _verb(verbs, "purge", "drop pages; without --yes only count them")
     for verb in (ls, check):
         verb.add_argument("urls", nargs="+", metavar="URL", help=_URL)
     purge.add_argument("urls", nargs=1, metavar="URL", help=_URL)
@@ -62,8 +60,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         verb.add_argument("--json", action="store_true", help="print JSON")
 
 
+def _verb(
+    verbs: argparse._SubParsersAction[argparse.ArgumentParser], name: str, words: str
+) -> argparse.ArgumentParser:
+    """Add a subcommand. Its own help begins with the words that `kvloom tiers --help` shows."""
+    return verbs.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")
+
+
 def run(args: argparse.Namespace) -> int:
-    """Runs one subcommand and returns the exit code. The code is 1 if `check` found a damaged page. Raises
+    """Run one subcommand and return the exit code. The code is 1 if `check` found a damaged page. Raises
     ValueError if a tier cannot be used.
     """
     report = {"ls": _ls, "check": _check, "purge": _purge}[args.verb]
@@ -96,7 +101,7 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def _open_pages(url: str) -> StoredPages | None:
-    """Returns the pages of a tier, or None if the tier cannot list its pages. A prefix such as `int8:` is ignored."""
+    """Return the pages of a tier, or None if the tier cannot list its pages. A prefix such as `int8:` is ignored."""
     url, _ = split_write_policy(url)
     while scheme_of(url) in CODINGS:
         url = url.partition(":")[2]

@@ -52,7 +52,7 @@ _DESCRIPTIONS = {
 
 
 def describe_outcome(outcome: Outcome) -> str:
-    """Returns an outcome in words, for `Transfer.reason`."""
+    """Return an outcome in words, for `Transfer.reason`."""
     return _DESCRIPTIONS.get(outcome, outcome.name.lower())
 
 
@@ -86,7 +86,7 @@ class TransferCounts:
         self._bytes: Counter[str] = Counter()
 
     def add(self, verb: str, outcome: int, objects: int, size: int) -> None:
-        """Counts objects by operation and outcome. `verb` is read or write. Counts the bytes `size` only if the outcome
+        """Count objects by operation and outcome. `verb` is read or write. Counts the bytes `size` only if the outcome
         is OK."""
         with self._lock:
             self._counts[verb, outcome] += objects
@@ -102,7 +102,7 @@ class TransferCounts:
         notes: tuple[str, ...] = (),
         tenants: Mapping[str, int] | None = None,
     ) -> TierStats:
-        """Returns the statistics of a tier: these counts and the given figures. `size` is the number of stored
+        """Return the statistics of a tier: these counts and the given figures. `size` is the number of stored
         bytes."""
         with self._lock:
             by_verb = {
@@ -168,7 +168,7 @@ class Transfer:
         return f"Transfer({self._verb}, {dict(counts)}{', ' + self.reason if self.reason else ''})"
 
     def poll(self) -> bool:
-        """Returns whether every outcome is set. Never waits."""
+        """Return whether every outcome is set. Never waits."""
         return self._pending == 0
 
     @property
@@ -193,17 +193,17 @@ class Transfer:
         return self._pending == 0 and self._accesses == 0
 
     def wait(self, timeout: float) -> bool:
-        """Waits at most `timeout` seconds until the transfer is done. Returns `done`."""
+        """Wait at most `timeout` seconds until the transfer is done. Return `done`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._pending == 0, timeout)
 
     def wait_released(self, timeout: float) -> bool:
-        """Waits at most `timeout` seconds until the transfer is released. Returns `released`."""
+        """Wait at most `timeout` seconds until the transfer is released. Return `released`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._pending == 0 and self._accesses == 0, timeout)
 
     def cancel(self) -> bool:
-        """Gives pending objects the outcome LATE. Returns `released`. While `released` is False, the tier still uses
+        """Give pending objects the outcome LATE. Return `released`. While `released` is False, the tier still uses
         the ranges."""
         with self._changed:
             self._cancelled = True
@@ -211,7 +211,7 @@ class Transfer:
         return self.released
 
     def on_released(self, call: Callable[[], None]) -> None:
-        """Runs `call` once when the transfer is released. If it is already released, `call` runs at once, otherwise
+        """Run `call` once when the transfer is released. If it is already released, `call` runs at once, otherwise
         later in a thread of the tier. `call` must be short."""
         with self._changed:
             if self._pending or self._accesses:
@@ -230,7 +230,7 @@ class Transfer:
     # --- for the tier
 
     def begin_access(self) -> bool:
-        """Begins an access of the tier to the ranges, and returns True. The tier calls `end_access` when the access
+        """Begin an access of the tier to the ranges, and return True. The tier calls `end_access` when the access
         is over. If the transfer was cancelled or is done, returns False, and the tier must not access the ranges."""
         with self._changed:
             if self._cancelled or not self._pending:
@@ -239,14 +239,14 @@ class Transfer:
             return True
 
     def end_access(self) -> None:
-        """Ends an access of the tier to the ranges, after `begin_access`."""
+        """End an access of the tier to the ranges, after `begin_access`."""
         with self._changed:
             self._accesses -= 1
             self._changed.notify_all()
         self._notify()
 
     def settle(self, which: npt.ArrayLike, outcome: Outcome, reason: str = "") -> None:
-        """Sets the outcome of the pending objects among `which`. Objects that already have an outcome keep it. Raises
+        """Set the outcome of the pending objects among `which`. Objects that already have an outcome keep it. Raises
         ValueError for PENDING."""
         if outcome == Outcome.PENDING:
             raise ValueError("PENDING is no outcome: settle objects with another one")
@@ -264,7 +264,7 @@ class Transfer:
         self._notify()
 
     def _set_outcomes(self, which: npt.ArrayLike, outcome: int) -> int:
-        """Sets the outcome of those objects of `which` that are still pending, and returns their number. For a short
+        """Set the outcome of those objects of `which` that are still pending, and return their number. For a short
         list, a loop is faster than numpy calls."""
         if isinstance(which, list) and len(which) <= _SHORT_LIST:
             results, count = self._view, 0
@@ -279,12 +279,12 @@ class Transfer:
         return len(index)
 
     def settle_pending(self, outcome: Outcome, reason: str = "") -> None:
-        """Sets the outcome of all objects that have none yet."""
+        """Set the outcome of all objects that have none yet."""
         self.settle(np.flatnonzero(self.results == Outcome.PENDING), outcome, reason)
 
 
 def failed_transfer(count: int, counts: TransferCounts, verb: str, outcome: Outcome, reason: str) -> Transfer:
-    """Returns a Transfer that is already done, with one outcome for all objects."""
+    """Return a Transfer that is already done, with one outcome for all objects."""
     transfer = Transfer(count, counts, verb, 0)
     transfer.settle_pending(outcome, reason)
     return transfer

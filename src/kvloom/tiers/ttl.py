@@ -25,7 +25,7 @@ def check_ttl(ttl: float) -> None:
 
 
 def expiry_cutoff(ttl: float) -> float:
-    """Returns the cutoff time. Pages that were stored before this time have expired. Returns 0 if `ttl` is 0, because
+    """Return the cutoff time. Pages that were stored before this time have expired. Return 0 if `ttl` is 0, because
     pages then never expire."""
     return now() - ttl if ttl else 0.0
 

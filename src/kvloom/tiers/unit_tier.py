@@ -52,11 +52,11 @@ class UnitTier(WrappedTier):
         self._forms, self._has_whole_pages = dict(forms), has_whole_pages
 
     def watch(self) -> PageChanges | None:
-        """Records changes (see `SupportsChanges`). A change refers to a unit, not to a whole page."""
+        """Record changes (see `SupportsChanges`). A change refers to a unit, not to a whole page."""
         return self.inner.watch() if isinstance(self.inner, SupportsChanges) else None
 
     def stored_form(self, form: Form) -> Form:
-        """Returns the form of the units into which pages of `form` are divided, or `form` itself if they are not
+        """Return the form of the units into which pages of `form` are divided, or `form` itself if they are not
         divided."""
         unit = self._unit_form(form)
         return form if unit is None else unit.form
@@ -69,7 +69,7 @@ class UnitTier(WrappedTier):
 
     @staticmethod
     def _units(objects: Objects, unit: UnitForm) -> tuple[Objects, npt.NDArray[np.int64]]:
-        """Returns the units of all objects as one batch. Also returns an array with the index of each object's first
+        """Return the units of all objects as one batch. Also returns an array with the index of each object's first
         unit, followed by the total number of units."""
         hashes = [
             unit_hashes(block_hash) if unit.unit.tokens else (block_hash,)
@@ -129,7 +129,7 @@ class UnitTier(WrappedTier):
         transfer: Transfer,
         indexes: npt.NDArray[np.int64],
     ) -> None:
-        """Reads the units of `objects`, joins them to pages, and copies the byte range `part` of each page to `into`.
+        """Read the units of `objects`, join them to pages, and copy the byte range `part` of each page to `into`.
         `indexes` are the indexes of the objects in `into` and `transfer`."""
         units, firsts = self._units(objects, unit)
         size, page_bytes = unit.form.page_bytes, objects.form.page_bytes
@@ -178,7 +178,7 @@ class UnitTier(WrappedTier):
 
     @staticmethod
     def _joined_outcomes(inner: Transfer, firsts: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
-        """Returns the outcome of each object. The outcome is OK if all units of the object are OK. Otherwise it is
+        """Return the outcome of each object. The outcome is OK if all units of the object are OK. Otherwise it is
         the outcome of one unit that is not OK."""
         return np.maximum.reduceat(inner.results, firsts[:-1]) if len(firsts) > 1 else inner.results
 

@@ -47,7 +47,7 @@ class ValueTier(WrappedTier):
         self._forms = dict(forms)
 
     def _stored(self, objects: Objects) -> tuple[Objects, PageValues | None]:
-        """Returns the objects as the inner tier stores them, and the converter of their pages. The converter is
+        """Return the objects as the inner tier stores them, and the converter of their pages. The converter is
         None if pages are stored unchanged.
         """
         found = self._forms.get(replace(objects.form, exact=True))

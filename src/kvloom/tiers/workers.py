@@ -28,7 +28,7 @@ class Tools:
         self._scratch = aligned_bytes(0)
 
     def scratch(self, size: int) -> memoryview:
-        """Returns at least `size` aligned bytes, valid until the next call."""
+        """Return at least `size` aligned bytes, valid until the next call."""
         if len(self._scratch) < size:
             self._scratch = aligned_bytes(size)
         return self._scratch
@@ -56,11 +56,11 @@ class Workers(Generic[Job]):
             del job  # frees the job's memory before the thread waits for the next job
 
     def submit(self, job: Job) -> None:
-        """Queues a job. Does not wait."""
+        """Queue a job. Does not wait."""
         self._queue.put(job)
 
     def close(self, timeout: float) -> bool:
-        """Ends the threads after all submitted jobs have run. Returns False if some threads still run after
+        """End the threads after all submitted jobs have run. Return False if some threads still run after
         `timeout` seconds."""
         for _ in self._threads:
             self._queue.put(None)

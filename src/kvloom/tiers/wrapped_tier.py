@@ -59,7 +59,7 @@ class WrappedTier(Tier):
         return self.inner.used_by(tenant) if isinstance(self.inner, SupportsShares) else 0
 
     def stats(self) -> TierStats:
-        """Returns the stats of the inner tier, but with the transfer counts of this tier."""
+        """Return the stats of the inner tier, but with the transfer counts of this tier."""
         inner = self.inner.stats()
         return self._transfer_counts.stats(
             inner.objects, inner.bytes, inner.capacity, inner.evicted, inner.notes, inner.tenants
@@ -77,7 +77,7 @@ class WrappedTier(Tier):
         )
 
     def _submit(self, transfer: Transfer, work: Callable[[], None]) -> Transfer:
-        """Runs `work` in a thread and returns the transfer. `work` sets the outcomes of the transfer. If `work` raises,
+        """Run `work` in a thread and return the transfer. `work` sets the outcomes of the transfer. If `work` raises,
         pending objects get the outcome FAILED."""
 
         def job() -> None:
@@ -99,7 +99,7 @@ class WrappedTier(Tier):
 
     @staticmethod
     def _wait(inner: Transfer) -> None:
-        """Waits for a transfer of the inner tier. Objects that are not done in time get the outcome LATE and are
+        """Wait for a transfer of the inner tier. Objects that are not done in time get the outcome LATE and are
         not converted."""
         inner.wait(_WAIT_SECONDS)
         inner.cancel()

@@ -65,7 +65,7 @@ class TierPages:
         return self.host.arena
 
     def watch(self) -> list[tuple[str, PageChanges]]:
-        """Start to record which pages host memory and disk tiers store and remove. Returns, for each recorded tier, its
+        """Start to record which pages host memory and disk tiers store and remove. Return, for each recorded tier, its
         medium ("CPU" or "STORAGE", as in vLLM's events) and the object that collects its changes. Shared stores are not
         recorded, because other processes change them too.
         """

@@ -64,7 +64,7 @@ class WaitingPages:
         return lookup.found
 
     def load(self, objects: Objects, copy: Copy, deadline: float | None = None) -> Mask:
-        """Load objects into host memory, then call `copy` for all objects that are there. Returns, for each object,
+        """Load objects into host memory, then call `copy` for all objects that are there. Return, for each object,
         whether it was copied. The load ends at `deadline` (a time of `time.monotonic`) or, if `deadline` is None, after
         the `seconds` of the constructor.
         """
@@ -88,7 +88,7 @@ class WaitingPages:
 
     def store(self, objects: Objects, copy: Copy) -> Mask:
         """Store objects in host memory, and queue writes to the other tiers. `copy` must write the bytes of objects
-        that host memory does not have yet. Returns, for each object, whether host memory has it. If the other tiers are
+        that host memory does not have yet. Return, for each object, whether host memory has it. If the other tiers are
         slower than the caller, the call first waits a limited time for them.
         """
         deadline = time.monotonic() + self._seconds

@@ -15,7 +15,7 @@ from .fs_files import import_files
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Returns 1 if a file was not stored."""
+    """Run the command. Return 1 if a file was not stored."""
     parser = argparse.ArgumentParser(prog="python -m kvloom.adapters.lmcache", description=__doc__)
     parser.add_argument("folder", type=Path, help="base_path of LMCache's fs adapter")
     parser.add_argument("--tier", action="append", required=True, help="URL of a tier; may be repeated")

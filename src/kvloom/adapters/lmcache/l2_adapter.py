@@ -82,7 +82,7 @@ class _Tasks:
                 self.event.notify()
 
     def take(self, task: L2TaskId) -> Any:
-        """Return the result of a task, and remove the task. Returns None before the task is complete."""
+        """Return the result of a task, and remove the task. Return None before the task is complete."""
         with self._lock:
             return self.results.pop(task, None)
 

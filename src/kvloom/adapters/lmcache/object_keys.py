@@ -40,7 +40,7 @@ def _hash(key: ObjectKey, namespace: str) -> bytes:
 
 def parse_file_name(name: str) -> ObjectKey | None:
     """Return the key in the name of a file. The name consists of model, rank, group, chunk hash and, optionally,
-    salt, separated by @. Returns None if the name has another format.
+    salt, separated by @. Return None if the name has another format.
     """
     parts = name.removesuffix(FILE_SUFFIX).split("@")
     if not name.endswith(FILE_SUFFIX) or len(parts) not in (4, 5):

@@ -101,7 +101,7 @@ class PoolPages:
         return list(zip(first.tolist(), at.tolist(), strict=True))
 
     def _find_parts(self) -> bool:
-        """Set `_sizes` to the sizes of a page's parts. Returns False if the pool does not state the addresses of the
+        """Set `_sizes` to the sizes of a page's parts. Return False if the pool does not state the addresses of the
         parts."""
         try:
             meta = self.pool.get_page_buffer_meta(torch.arange(self.page_tokens))

@@ -18,7 +18,7 @@ def leading_pages(stored: Mask) -> int:
 
 
 def restorable_lengths(kv_pages: int, pools: Sequence[tuple[Mask, int | None]]) -> tuple[Mask, list[int]]:
-    """Find the prefixes of 1 to `kv_pages` pages that can be loaded. Returns two results:
+    """Find the prefixes of 1 to `kv_pages` pages that can be loaded. Return two results:
 
     - for each prefix, whether every pool can restore it,
     - for each pool, the length in pages of the longest prefix that this pool can restore.

@@ -166,25 +166,25 @@ class KvloomStorage(HiCacheStorage):
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Load pages into the host pool. Returns which pages were loaded."""
+        """Load pages into the host pool. Return which pages were loaded."""
         return self._transfer(KV, keys, host_indices, is_load=True)
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Store pages of the host pool. Returns which pages are stored."""
+        """Store pages of the host pool. Return which pages are stored."""
         return self._transfer(KV, keys, host_indices, is_load=False)
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Load pages into several host pools. Returns for each pool which pages were loaded."""
+        """Load pages into several host pools. Return for each pool which pages were loaded."""
         return {t.name: self._transfer(str(t.name), t.keys or [], t.host_indices, True) for t in transfers}
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Store pages of several host pools. Returns for each pool which pages are stored."""
+        """Store pages of several host pools. Return for each pool which pages are stored."""
         return {t.name: self._transfer(str(t.name), t.keys or [], t.host_indices, False) for t in transfers}
 
     def _transfer(
@@ -220,13 +220,13 @@ class KvloomStorage(HiCacheStorage):
     def get(
         self, key: str, target_location: Any | None = None, target_sizes: Any | None = None
     ) -> torch.Tensor | None:
-        """Load one flat page into the tensor `target_location`. Returns the tensor, or None for a miss."""
+        """Load one flat page into the tensor `target_location`. Return the tensor, or None for a miss."""
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(
         self, keys: list[str], target_locations: Any | None = None, target_sizes: Any | None = None
     ) -> list[torch.Tensor | None]:
-        """Load flat pages into the tensors `target_locations`. Returns, for each key, its tensor, or None for
+        """Load flat pages into the tensors `target_locations`. Return, for each key, its tensor, or None for
         a miss."""
 
         def call() -> list[torch.Tensor | None]:
@@ -251,7 +251,7 @@ class KvloomStorage(HiCacheStorage):
         target_location: Any | None = None,
         target_sizes: Any | None = None,
     ) -> bool:
-        """Store one flat page. Returns whether it is stored."""
+        """Store one flat page. Return whether it is stored."""
         return self.batch_set([key], [value])
 
     def batch_set(
@@ -261,7 +261,7 @@ class KvloomStorage(HiCacheStorage):
         target_locations: Any | None = None,
         target_sizes: Any | None = None,
     ) -> bool:
-        """Store flat pages. Returns whether all of them are stored."""
+        """Store flat pages. Return whether all of them are stored."""
 
         def call() -> bool:
             sources, pages = self._flat_pages(keys, values), self._require_open()
@@ -301,7 +301,7 @@ class KvloomStorage(HiCacheStorage):
         return True
 
     def get_stats(self) -> StorageMetrics | None:
-        """Return the numbers of pages and the throughputs of all transfers since the last call. Returns None if SGLang
+        """Return the numbers of pages and the throughputs of all transfers since the last call. Return None if SGLang
         collects no metrics."""
         if not self._config.enable_storage_metrics:
             return None

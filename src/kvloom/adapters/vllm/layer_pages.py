@@ -85,7 +85,7 @@ class LayerPages:
     def offload(
         self, group: int, block_ids: Sequence[int], arena: npt.NDArray[np.uint8], to: Offsets
     ) -> IsDone:
-        """Copy blocks to the offsets `to` of the arena (kvloom's host memory). Returns a function with which the caller
+        """Copy blocks to the offsets `to` of the arena (kvloom's host memory). Return a function with which the caller
         can ask whether the copy is done.
 
         Later work on the current stream may overwrite the blocks without an effect on the copy.
@@ -107,7 +107,7 @@ class LayerPages:
             return self._mark()
 
     def load(self, group: int, block_ids: Sequence[int], arena: npt.NDArray[np.uint8], at: Offsets) -> IsDone:
-        """Copy pages at the offsets `at` of the arena (kvloom's host memory) into blocks. Returns a function with which
+        """Copy pages at the offsets `at` of the arena (kvloom's host memory) into blocks. Return a function with which
         the caller can ask whether the copy is done."""
         if not self._staged:
             for layer, start in self._starts(group):

@@ -215,7 +215,7 @@ class WorkerSide:
             self._advance(job)
 
     def _fetch(self, job: _LookupJob) -> bool:
-        """Start to load pages into host memory: the pages of the longest prefix that tiers have. Returns False if tiers
+        """Start to load pages into host memory: the pages of the longest prefix that tiers have. Return False if tiers
         have no prefix, or if recomputing is estimated to be faster.
         """
         start = job.message.start
@@ -249,10 +249,10 @@ class WorkerSide:
         return max(0, group.first_block(job.target) - job.message.start // group.block_tokens)
 
     def _is_slower(self, missing: Sequence[Objects], job: _LookupJob) -> bool:
-        """Return whether loading is estimated to be slower than computing. Loading is slower if a tier needs longer for
-        its part of the `missing` pages than vLLM needs to compute the tokens up to position `job.target`. The estimated
-        throughput of this tier is then raised a little, so that the tier is tried again later. Returns False if no page
-        is missing in host memory, or if too little was measured.
+        """Return whether loading is estimated to be slower than computing. Compares the time that each tier needs for
+        its part of the `missing` pages with the time that vLLM needs to compute the tokens up to position
+        `job.target`. The estimated throughput of a slower tier is raised a little, so that the tier is tried again
+        later. Return False if no page is missing in host memory, or if too little was measured.
         """
         seconds = self._compute.seconds(job.target - job.message.start)
         if seconds is None or not missing:

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 def deploy(cluster: ClusterFile, restart: bool = False) -> None:
     """Start the groups of a cluster, restart changed groups, and delete groups that the file no longer has. With
-    `restart`, restart all groups. Returns when all replicas are ready. Ray must be connected.
+    `restart`, restart all groups. Return when all replicas are ready. Ray must be connected.
     """
     import ray
     from ray import serve

@@ -33,7 +33,7 @@ PEER_SECONDS = 60.0
 
 
 def by_load(context: Any) -> tuple[int, dict[str, Any]]:
-    """A scaling policy of Ray Serve. Returns how many replicas to run: as many as give each replica at most
+    """A scaling policy of Ray Serve. Return how many replicas to run: as many as give each replica at most
     `target-requests` open requests on average, and at least the configured minimum.
     """
     load = sum((context.aggregated_metrics.get("load") or {}).values())
@@ -187,7 +187,7 @@ class Replica:
 
     def _register(self) -> int:
         """Register new workers with the router and unregister missing workers. The router then has exactly the running
-        workers of the cluster. Returns their number.
+        workers of the cluster. Return their number.
         """
         living = set(self._workers())
         status, found = self._get("/workers")

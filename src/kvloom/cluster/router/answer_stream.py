@@ -161,7 +161,7 @@ class AnswerStream:
             self._sent[place] = self._sent.get(place, "") + owner[key]
 
     def _trim(self, choice: dict[str, Any]) -> bool:
-        """Remove from a choice the text that the client already has. Returns whether anything is left to send."""
+        """Remove from a choice the text that the client already has. Return whether anything is left to send."""
         index = choice.get("index", 0)
         if index in self._finished:
             return False

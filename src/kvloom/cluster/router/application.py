@@ -56,6 +56,7 @@ class RouterApplication:
 
     - Unless `is_public`, it serves only requests whose headers Host and Origin have loopback names.
     - If `admin_key` is not None, the list of workers, the data of the dashboard and the indexer API require this key.
+      With `metrics_need_key`, the metrics require it, too.
     - `max_body` limits the bytes of a request body. A body must arrive within `request_seconds`.
     - `body_memory` limits the bytes of all bodies in memory. A body counts until its answer has ended.
     """
@@ -69,7 +70,9 @@ class RouterApplication:
         is_public: bool = False,
         body_memory: int = 2 << 30,
         request_seconds: float = 30.0,
+        metrics_need_key: bool = False,
     ) -> None:
+        self._metrics_need_key = metrics_need_key
         self.fleet, self.proxy, self.state = fleet, proxy, FleetState(fleet, proxy)
         self._bodies, self._request_seconds = BodyLimiter(body_memory), request_seconds
         self._files = page_files()
@@ -120,11 +123,13 @@ class RouterApplication:
                 )
 
     def _require_admin(self, headers: dict[str, str]) -> None:
-        if self._admin_key is None:
-            return
-        given = headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self._admin_key.encode()):
+        if self._admin_key is not None and not self._is_admin(headers):
             raise ApiError(401, "the router's admin key is required: send it as `Authorization: Bearer KEY`")
+
+    def _is_admin(self, headers: dict[str, str]) -> bool:
+        """Return whether a request has the admin key."""
+        given = headers.get("authorization", "").removeprefix("Bearer ")
+        return self._admin_key is not None and hmac.compare_digest(given.encode(), self._admin_key.encode())
 
     async def _forward(self, path: str, headers: dict[str, str], receive: Receive, send: Send) -> None:
         with self._bodies.hold() as held:
@@ -163,8 +168,12 @@ class RouterApplication:
         elif method == "GET" and path == "/version":
             await _json(send, {"version": metadata.version("kvloom")})
         elif method == "GET" and path == "/v1/models":
+            if not self._is_admin(headers):
+                await self.proxy.check_key(headers)
             await _json(send, {"object": "list", "data": self._models()})
         elif method == "GET" and path == "/metrics":
+            if self._metrics_need_key:
+                self._require_admin(headers)
             body = "".join(_metrics(self.fleet, self.proxy)).encode()
             await _respond(send, 200, body, [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")])
         elif method == "GET" and path == "/workers":

@@ -91,6 +91,8 @@ def _add_network(group: argparse._ArgumentGroup) -> None:
     add("--port", type=whole(0, 65535), default=8080, metavar="N", help=port)
     key = f"key of /register, /unregister, /query, /workers and the dashboard; needed with a public --host (default: ${ADMIN_KEY})"
     add("--admin-key", metavar="KEY", help=key)
+    metrics = "whether /metrics requires the admin key (default: auto, which requires it if other machines can reach the router)"
+    add("--metrics-auth", choices=("auto", "key", "open"), default="auto", help=metrics)
 
 
 def _add_routing(group: argparse._ArgumentGroup) -> None:
@@ -119,9 +121,9 @@ def _add_routing(group: argparse._ArgumentGroup) -> None:
 
 def _add_retries(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    inflight = "largest number of requests that run on one worker; further requests wait, and tenants take turns (default: 256)"
+    inflight = "largest number of requests that run on one worker; further requests wait, and tenants take turns; up to twice as many run if some tenants have fewer than their share (default: 256)"
     add("--inflight", type=whole(1), default=256, metavar="N", help=inflight)
-    queue = "largest number of waiting requests (default: 10000)"
+    queue = "largest number of waiting requests (default: 10000); one tenant uses at most 4/5 of these places"
     add("--max-queue", type=whole(0), default=10_000, metavar="N", help=queue)
     attempts = "number of workers that may fail before a request ends with an error (default: 4)"
     add("--attempts", type=whole(1), default=4, metavar="N", help=attempts)
@@ -166,6 +168,8 @@ def run(args: argparse.Namespace) -> int:
     is_public = not is_loopback(args.host)
     if is_public and not key:
         raise ValueError(f"--host {args.host} is public: give --admin-key, or listen on 127.0.0.1")
+    if args.metrics_auth == "key" and not key:
+        raise ValueError("--metrics-auth key requires a key: give --admin-key")
     options = ProxyOptions(
         args.inflight,
         args.max_queue,
@@ -236,7 +240,14 @@ async def _serve(
         for url in args.discover:
             fleet.discover(url)
         config.app = application = RouterApplication(
-            fleet, proxy, key, args.max_body, is_public, args.body_memory, args.request_seconds
+            fleet,
+            proxy,
+            key,
+            args.max_body,
+            is_public,
+            args.body_memory,
+            args.request_seconds,
+            args.metrics_auth == "key" or (args.metrics_auth == "auto" and is_public),
         )
         host, port = listener.getsockname()[:2]
         logging.getLogger("kvloom.router").info(

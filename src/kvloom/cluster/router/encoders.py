@@ -57,7 +57,7 @@ class EncoderChooser:
     def choose(self, images: list[bytes], names: list[str]) -> str | None:
         """Return the encode worker for the images of one call: the worker among `names` that was chosen before for most
         of these images. Among equals, return the worker with the fewest open images. Counts the images as open until
-        `ended` is called. Returns None if `images` or `names` is empty.
+        `ended` is called. Return None if `images` or `names` is empty.
         """
         if not images or not names:
             return None

@@ -213,7 +213,7 @@ class Fleet:
         return worker
 
     async def remove(self, name: str) -> bool:
-        """Remove a worker. Its streams continue on other workers. Returns whether the worker was known."""
+        """Remove a worker. Its streams continue on other workers. Return whether the worker was known."""
         worker = self.workers.pop(name, None)
         if worker is None:
             return False
@@ -466,7 +466,7 @@ class Fleet:
 
     @staticmethod
     def public_root(offer: Offer, lossy: bool = False, adapter: str | None = None) -> bytes | None:
-        """Return the root (the hash before the first block) of the block hashes of public prefixes on a worker. Returns
+        """Return the root (the hash before the first block) of the block hashes of public prefixes on a worker. Return
         None if the worker is not kvloom."""
         if offer.hash_model is None:
             return None

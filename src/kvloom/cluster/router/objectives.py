@@ -51,7 +51,7 @@ def predict(
     - `times` are the coefficients of the worker's step times.
     - `prompt` and `cached` are the numbers of prompt tokens and of cached prompt tokens.
 
-    Returns None if the worker has not reported step times.
+    Return None if the worker has not reported step times.
     """
     if not times:
         return None

@@ -82,7 +82,7 @@ class PromptKeys:
     """Number of tokens that the request marked as a public prefix."""
 
     def hashes(self, roots: Roots) -> list[int]:
-        """Return the block hashes of the prompt on workers with these roots. Returns an empty list if the tokens of the
+        """Return the block hashes of the prompt on workers with these roots. Return an empty list if the tokens of the
         prompt are unknown. Takes about 0.2 µs per block.
 
         With an activated LoRA, the hashes before the invocation tokens are those of the base model. Hashes of a public
@@ -220,8 +220,8 @@ class PromptReader:
     async def _tokenize(
         self, request: bytes, model: Any, headers: dict[str, str]
     ) -> tuple[bytes, int] | None:
-        """Let the worker with the fewest requests tokenise a prompt. Returns the tokens, and how many of them are a
-        public prefix. Returns None if the worker does not answer in time."""
+        """Let the worker with the fewest requests tokenise a prompt. Return the tokens, and how many of them are a
+        public prefix. Return None if the worker does not answer in time."""
         able = [
             w
             for w in self._fleet.workers.values()

@@ -3,8 +3,8 @@ chooses another worker.
 
 | failure                                    | what happens                                                                      |
 |--------------------------------------------|-----------------------------------------------------------------------------------|
-| a worker accepts no connection, or answers | the router tries the next best worker; if all refuse, the client gets the refusal |
-| 502, 503 or 429                            | of the last worker                                                                |
+| a worker is unreachable or refuses (429,   | the router tries the next best worker; if all refuse, the client gets the refusal |
+|   502, 503)                                |   of the last worker                                                              |
 | no worker can meet the objective           | the router answers 429 with the best prediction, and sends nothing to workers     |
 | a prefill worker fails                     | the decode worker computes the tokens whose pages it has not received             |
 | a worker dies before its answer            | the router sends the request to another worker                                    |
@@ -27,7 +27,7 @@ import aiohttp
 import msgspec
 
 from kvloom.core import Decision, Histogram, Objective, Prediction, Verdict
-from kvloom.serve.errors import ApiError, slo_not_met
+from kvloom.serve.errors import ApiError, invalid_key, slo_not_met
 
 from .answer_stream import AnswerStream, DivergedError, WorkerFailedError
 from .call import FORWARDED, Call
@@ -49,6 +49,8 @@ STREAMED = ("/v1/completions", "/v1/chat/completions")
 TRY_ANOTHER = (429, 502, 503)
 AWAY = ("engine_loading", "engine_died", "draining", "server_stopping", "unloading")
 """Error codes of a worker that is temporarily unavailable, or that is being replaced."""
+KEY_SECONDS = 2.0
+"""Seconds in which a worker must answer a question about an API key."""
 WAIT_STEP = 0.1
 """Seconds between two attempts to find a worker."""
 HAND_OVER_TOKENS = 256
@@ -165,7 +167,7 @@ class Proxy:
             else:
                 await self._whole(call, send)
         finally:
-            self.queue.leave()
+            self.queue.leave(call.tenant)
 
     async def _find_model(self, call: Call) -> tuple[str, str | None]:
         """Return the model of a call, and its LoRA adapter or None. Waits while no worker is alive, because the router
@@ -215,7 +217,7 @@ class Proxy:
                 if worker.answers and worker.is_kvloom:
                     try:
                         async with self.fleet.session.get(
-                            f"{worker.url}/kvloom/worker", headers={"authorization": key}, timeout=aiohttp.ClientTimeout(total=2)
+                            f"{worker.url}/kvloom/worker", headers={"authorization": key}, timeout=aiohttp.ClientTimeout(total=KEY_SECONDS)
                         ) as answer:  # fmt: skip
                             if answer.status == 200:
                                 found = msgspec.json.decode(await answer.read()).get("tenant") or ""
@@ -227,6 +229,25 @@ class Proxy:
                 return ""
             self._tenants[key] = found
         return self._tenants[key] or (named if isinstance(named, str) else "")
+
+    async def check_key(self, headers: dict[str, str]) -> None:
+        """Ask a living worker whether the API key in a request's headers allows to list models, because only workers
+        have the keys. Raises ApiError if the worker refuses, or if no worker answers."""
+        sent = {name: value for name, value in headers.items() if name in FORWARDED}
+        for worker in self.fleet.workers.values():
+            if not worker.answers or not worker.url:
+                continue
+            try:
+                async with self.fleet.session.get(
+                    f"{worker.url}/v1/models", headers=sent, timeout=aiohttp.ClientTimeout(total=KEY_SECONDS)
+                ) as answer:
+                    if answer.status in (401, 403):
+                        raise invalid_key(not sent.keys().isdisjoint(("authorization", "x-api-key")))
+                    if answer.status == 200:
+                        return
+            except (aiohttp.ClientError, OSError):
+                continue
+        raise ApiError(503, "no worker is alive: start one, or register it", code="no_worker", retry_after=1)
 
     # -- the choice ---------------------------------------------------------------------------------
 
@@ -411,7 +432,7 @@ class Proxy:
     ) -> tuple[dict[str, Any], list[asyncio.Task[None]]]:
         """If the decode worker lacks many prompt tokens, make a prefill worker compute the prompt.
 
-        Returns two values. The first is a dictionary of fields to add to the decode worker's request: the prefill
+        Return two values. The first is a dictionary of fields to add to the decode worker's request: the prefill
         worker from which it pulls pages, and an encode worker for images. The second is a list with the task that waits
         for the prefill worker. The list is empty if the decode worker computes the prompt itself.
         """
@@ -444,7 +465,7 @@ class Proxy:
         return {"kv_transfer_params": params}, [task]
 
     def _named_encoder(self, call: Call, worker: Worker) -> dict[str, Any]:
-        """Return the fields that name an encode worker for the images of a call. Returns an empty dictionary if the
+        """Return the fields that name an encode worker for the images of a call. Return an empty dictionary if the
         call has no images, or if the worker cannot ask any living encode worker."""
         offer = worker.models.get(call.model)
         names = [] if offer is None else self.fleet.encode_workers(call.model, offer.encoders)
@@ -522,6 +543,7 @@ class Proxy:
                         continue
                     if not call.is_stream:
                         body = await answer.read()
+                        self.queue.served(call.tenant, _generated_tokens(body))
                         self._first_token(call, worker)
                         await _respond(attempt.send, answer.status, _headers(answer), body)
                         return
@@ -615,7 +637,7 @@ class Proxy:
         """Stream an answer from one worker to the client, until the time `until`. The fields `more` are added to the
         request.
 
-        Returns None at the end of the answer. If the worker refuses, returns its status, headers and body.
+        Return None at the end of the answer. If the worker refuses, returns its status, headers and body.
         """
         body = call.body
         has_one = body.get("n") in (None, 1) and not body.get("logprobs")
@@ -664,6 +686,7 @@ class Proxy:
                     )
                 if count:
                     self._first_token(call, worker)
+                    self.queue.served(call.tenant, count)
                     if load is not None:
                         load.grew(call, count)
                 await attempt.send(
@@ -760,6 +783,24 @@ def _is_away(body: bytes) -> bool:
         return msgspec.json.decode(body)["error"]["code"] in AWAY
     except (msgspec.DecodeError, KeyError, TypeError):
         return False
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+    output_tokens: int = 0
+
+
+class _Answer(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+def _generated_tokens(body: bytes) -> int:
+    """Return the number of generated tokens that a whole answer states, or 0."""
+    try:
+        usage = msgspec.json.decode(body, type=_Answer).usage
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return 0
+    return 0 if usage is None else max(0, usage.completion_tokens + usage.output_tokens)
 
 
 def _headers(answer: WorkerConnection) -> list[tuple[bytes, bytes]]:

@@ -83,7 +83,7 @@ class WorkerConnection(asyncio.Protocol):
             await self._wait()
 
     async def read_any(self) -> bytes:
-        """Return the data that has arrived. Waits if there is no data. Returns b"" at the end of the answer. Raises
+        """Return the data that has arrived. Waits if there is no data. Return b"" at the end of the answer. Raises
         ConnectionError if the connection breaks before the end."""
         while not self._body:
             if self.is_complete:

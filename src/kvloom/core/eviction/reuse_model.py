@@ -95,7 +95,7 @@ class ReuseModel:
 
     def start(self, stratum: int, values: bytes, weight: float, now: float) -> int:
         """Start a sample when a use of tokens ends. `stratum` selects its baseline, `values` are its feature values,
-        and `weight` is its weight in the fit. Returns the number of the sample, or -1 if the sample is skipped. Under
+        and `weight` is its weight in the fit. Return the number of the sample, or -1 if the sample is skipped. Under
         heavy traffic only some samples are taken."""
         self._seen += 1
         if self._seen >= self._due:
@@ -212,8 +212,9 @@ class ReuseModel:
         return float(self._weight[number % self.window]) ** 2 * self._stride
 
     def threshold(self, age: float, now: float) -> float:
-        """Return the lowest index of a cache that keeps the tokens with the highest index, and has as many tokens as a
-        cache that keeps all tokens used in the last `age` seconds. Takes O(window · features) time."""
+        """Compare two caches of equal size. One keeps all tokens used in the last `age` seconds, and the other keeps
+        the tokens with the highest index. Return the lowest index in the second cache. Takes O(window · features)
+        time."""
         n = min(self._recorded, self.window)
         unused = np.flatnonzero(np.isnan(self._away[:n]))
         if not len(unused):

@@ -73,7 +73,7 @@ class ShadowLRU:
 
     @property
     def cutoff(self) -> float:
-        """Time of the last use of the oldest tokens that LRU would have."""
+        """LRU keeps all tokens that were used after this time."""
         return self._starts[self._first]
 
     def share(self, last_used: float) -> float:
@@ -108,7 +108,7 @@ class ShadowLRU:
             self._total -= taken
 
     def count(self, gained: float, lost: float, looked_up: int, capacity: int) -> bool:
-        """Count a request. Returns whether the policy was switched on or off.
+        """Count a request. Return whether the policy was switched on or off.
 
         - `gained` is the number of tokens that the policy hit and LRU would not have hit.
         - `lost` is the number of tokens that only LRU would have hit.

@@ -32,9 +32,9 @@ class Tenant:
     - `weight`: sets the tenant's share of the pool, which is its weight divided by the sum of all weights. Pages of a
       tenant at or below its share are not evicted for other tenants. With weight 0, all cached pages of the tenant may
       be evicted for other tenants. If all weights are 0, only the policy decides.
-    - `firm`: whether the whole share is protected. Otherwise only half of it is protected, and every tenant may use the
-      other half. A tenant with at most one open sequence may even evict the protected half of shares that are not firm,
-      so that one long request always fits.
+    - `firm`: whether the whole share is protected. Otherwise only half of it is protected, and every tenant may use
+      the other half. A tenant with at most one open sequence may also evict the protected half of shares that are not
+      firm. One long request therefore always fits.
     """
 
     name: str
@@ -234,7 +234,7 @@ class Accounts:
                 uses.update(moved)
 
     def victim(self, requester: Account | None, now: float) -> Account | None:
-        """Return the account whose next entry is evicted so that `requester` gets pages. Returns None if no account
+        """Return the account whose next entry is evicted so that `requester` gets pages. Return None if no account
         may lose an entry. O(tenants).
 
         The candidates are tried in this order:
@@ -273,7 +273,7 @@ class Accounts:
 
     @staticmethod
     def _first(accounts: Iterable[Account], now: float) -> Account | None:
-        """Return the account from which the next entry is evicted. Returns None if no account has an entry to evict.
+        """Return the account from which the next entry is evicted. Return None if no account has an entry to evict.
 
         An account with window pages that no checkpoint needs is returned at once. Otherwise the next entries of all
         accounts are compared. The entry with the lowest `Entry.rank` is evicted first, and among equal ranks the entry

@@ -9,29 +9,12 @@ from kvloom.core.eviction.adaptive import Adaptive
 from kvloom.core.eviction.tenants import Account
 from kvloom.core.histogram import Histogram
 from kvloom.core.pool.page_pool import SizeClass
+from kvloom.core.prefix.pins import Pin
 from kvloom.core.state import CacheState
 
-__all__ = ["Inspector", "cache_stats"]
+from .pool_map import PoolMap
 
-
-def cache_stats(state: CacheState) -> dict[str, float | int | dict[str, int]]:
-    """Return the counters of the pool, the tree and lookups. O(size classes)."""
-    classes = state.pool.classes
-    return {
-        "slabs": state.pool.slabs - 1,
-        "reserved_slabs": state.pool.reserved - 1,
-        "free_slabs": state.pool.free_slabs,
-        "in_use_pages": sum(c.in_use_pages for c in classes),
-        "cached_pages": sum(c.cached_pages for c in classes),
-        "free_pages_in_occupied_slabs": sum(c.free_pages for c in classes),
-        "nodes": state.tree.nodes,
-        "looked_up_tokens": state.counts.looked_up_tokens,
-        "hit_tokens": state.counts.hit_tokens,
-        "evictions": state.allocator.evictions,
-        "evicted_bytes": state.allocator.evicted_bytes,
-        "moved_pages": state.compaction.moved_pages,
-        "miss_reasons": dict(state.counts.misses),
-    }
+__all__ = ["Inspector"]
 
 
 class Inspector:
@@ -138,3 +121,12 @@ class Inspector:
         """Number of tokens that open sequences have reserved but not computed. O(max_sequences) in numpy."""
         tables = self._state.block_tables
         return int(tables.blocks.sum()) * self._state.block_tokens - int(tables.length.sum())
+
+    def pins(self) -> list[Pin]:
+        """Return the active pins."""
+        return self._state.pins.pins()
+
+    def pool_map(self, cells: int = 4096, branches: int = 200) -> PoolMap:
+        """Return an object that makes maps of the pool. A map has at most `cells` cells (ranges of slabs), and at most
+        `branches` nodes of the radix tree."""
+        return PoolMap(self._state, cells, branches)

@@ -26,7 +26,7 @@ from kvloom.core.prefix.node import Node
 from kvloom.core.state import CacheState
 
 from .hot_prefixes import HotPrefixes
-from .inspector import cache_stats
+from .stats import cache_stats
 
 __all__ = ["STATES", "PoolMap"]
 
@@ -185,7 +185,7 @@ class PoolMap:
 
     def _count(self, chunk: int, pinned: list[Ids]) -> int:
         """Count the pages in one range of cells (`self._chunks[chunk]`) again: by cell, owner (group and tenant) and
-        state. `pinned` has the ids of pinned pages of each size class. Returns the number of pages visited."""
+        state. `pinned` has the ids of pinned pages of each size class. Return the number of pages visited."""
         first, last = self._chunks[chunk]
         found, looked = [], 0
         for c in self._state.pool.classes:
@@ -214,7 +214,7 @@ class PoolMap:
         counted from the first page of cell `first`. `code` has the code of each page, which stands for its owner and
         state. If `c` is None, slabs are counted instead, and `at` has slab indices.
 
-        Returns four arrays with one entry for each cell and code that occurs: the cell, the code, the share of the cell
+        Return four arrays with one entry for each cell and code that occurs: the cell, the code, the share of the cell
         in thousandths, and the number of pages."""
         per_slab = 1 if c is None else c.per_slab
         slabs = np.diff(self._starts[first : last + 1])
@@ -256,7 +256,7 @@ class PoolMap:
         }
 
     def _where(self, node: Node) -> list[int]:
-        """Return the cells that contain pages of a node, as a flat list: first, last, first, last and so on. Returns
+        """Return the cells that contain pages of a node, as a flat list: first, last, first, last and so on. Return
         at most the 32 longest ranges."""
         state = self._state
         parts = [(state.pages, node.pages[: node.count])]

@@ -44,7 +44,7 @@ class PageGroup:
     index: int
     spec: LayerSpec
     layers: tuple[str, ...]
-    block_tokens: int
+    page_tokens: int
     """Tokens of a block that a page contains. With context parallelism, a page of full-attention layers contains only
     the tokens of one rank."""
     runs: int
@@ -73,7 +73,7 @@ class PageGroup:
     @property
     def layer_bytes(self) -> int:
         """Bytes of one layer in one page."""
-        return _layer_bytes(self.spec, self.block_tokens)
+        return _layer_bytes(self.spec, self.page_tokens)
 
     @property
     def page_bytes(self) -> int:
@@ -175,9 +175,9 @@ class PoolLayout:
             return found
         groups = []
         for own in self.groups:
-            tokens = own.block_tokens * own.parts
+            tokens = own.page_tokens * own.parts
             group = replace(
-                own, spec=own.spec.whole(), block_tokens=tokens, pages_per_slab=1, page_stride=0, parts=1
+                own, spec=own.spec.whole(), page_tokens=tokens, pages_per_slab=1, page_stride=0, parts=1
             )
             groups.append(replace(group, page_stride=group.page_bytes))
         return replace(found, groups=tuple(groups), slab_bytes=max(group.page_stride for group in groups))
@@ -194,7 +194,7 @@ class PoolLayout:
     def bytes_per_token(self) -> int:
         """Return the bytes of one text token over all layers that store it. With context parallelism, this is the mean
         over the tokens of a block."""
-        return sum(g.unit_bytes * g.block_tokens // self.block_tokens for g in self.of("token"))
+        return sum(g.unit_bytes * g.page_tokens // self.block_tokens for g in self.of("token"))
 
     def slab_bytes_for(self, length: int, media: Iterable[int] = (), states: int = 1) -> int:
         """Return the number of pool bytes that a sequence of `length` text tokens uses. `media` contains the number of
@@ -250,8 +250,8 @@ def _sizes(
     return tuple((_layer_bytes(spec, tokens[spec]), len(names)) for spec, names in members.items())
 
 
-def _layer_bytes(spec: LayerSpec, block_tokens: int) -> int:
-    units = block_tokens if spec.unit == "token" else 1
+def _layer_bytes(spec: LayerSpec, page_tokens: int) -> int:
+    units = page_tokens if spec.unit == "token" else 1
     return -(-spec.bytes * units // _ALIGN) * _ALIGN
 
 
@@ -314,7 +314,7 @@ def _choose_like(
 def _best_cut(layer: int, count: int, slab: int, only: int | None = None) -> tuple[float, int, int] | None:
     """Return how a group is cut into pages: the cost, the runs (pages per block) and the page stride. `layer` is the
     number of bytes of a layer, `count` the number of layers, and `slab` the size of a slab. `only` sets the number of
-    layers of a page. By default, the number with the lowest cost is chosen. Returns None if no page fits.
+    layers of a page. By default, the number with the lowest cost is chosen. Return None if no page fits.
     """
     best = None
     for run in _run_lengths(count) if only is None else (only,):

@@ -69,7 +69,7 @@ class TensorPart:
         is_writer = own.parts > 1 or context.rank == 0
         if own.parts == 1 and not any(field.whole_parts for field in own.spec.fields):
             return [PageRange(0, 0, own.page_bytes, self.rank == 0 and is_writer)]
-        units = own.block_tokens if own.spec.unit == "token" else 1
+        units = own.page_tokens if own.spec.unit == "token" else 1
         found: list[PageRange] = []
         for layer in range(own.run_layers):
             at, to = layer * own.layer_bytes, layer * whole.layer_bytes
@@ -87,12 +87,17 @@ class TensorPart:
                 to += other.bytes * units * own.parts
         return _merged(found)
 
+    def own_values(self, own: int, whole: int) -> slice:
+        """Return which of `whole` values this rank stores, if each rank stores `own` of them."""
+        piece = self._piece(whole // own)
+        return slice(piece * own, (piece + 1) * own)
+
     def _field_lines(self, field: Field, lines: int) -> list[tuple[int, int, int, bool]]:
         """Return the lines of a field that this rank has. A line is the bytes of all tokens of a page, for one index of
         the outer axes (for example one head).
 
-        Each entry of the result is (first line in the rank's page, first line in the whole page, number of lines,
-        whether no lower rank has these lines).
+        Each entry of the result has the first line in the rank's page, the first line in the whole page, the number
+        of lines, and whether no lower rank has these lines.
         """
         if not field.whole_parts:
             return [(0, 0, lines, self.rank == 0)]

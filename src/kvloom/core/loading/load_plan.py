@@ -58,7 +58,7 @@ def deciding_group(layout: PoolLayout) -> PageGroup | None:
     """Return a group with full attention. Its page of the next block decides whether tiers can extend a hit: every
     longer hit needs this page.
 
-    Returns None if no group has full attention. Also returns None if the model has states, because a prompt can
+    Return None if no group has full attention. Also returns None if the model has states, because a prompt can
     then resume at a snapshot inside the next block.
     """
     if layout.of("state"):
@@ -70,7 +70,7 @@ def first_query(layout: PoolLayout, group: PageGroup, lookup: Lookup, match: Mat
     """Return the query for the next block's page in `group`. `group` is the result of `deciding_group`. If no tier has
     this page, tiers cannot extend the hit. Computes one hash.
 
-    Returns None if the prompt cannot resume at the end of the matched tokens, because some pages of matched tokens are
+    Return None if the prompt cannot resume at the end of the matched tokens, because some pages of matched tokens are
     missing. Tiers could then extend the hit with those pages alone. `TierQuery.hashes` is empty if the prompt ends
     inside the next block.
     """
@@ -159,7 +159,7 @@ class LoadPlan:
         return queries
 
     def _by_owner(self, blocks: list[int]) -> list[tuple[bool, list[int]]]:
-        """Divide block numbers into those of the public prefix and the others. Returns (is public, blocks) for each
+        """Divide block numbers into those of the public prefix and the others. Return (is public, blocks) for each
         part. If no block is public, the public part is left out."""
         end = self.match.public // self.block
         public = [b for b in blocks if b < end]
@@ -197,7 +197,7 @@ class LoadPlan:
         ]
 
     def _is_cached(self, resume: int) -> bool:
-        """Return whether the pool has the pages of all groups for the partial block that ends at `resume`. Returns True
+        """Return whether the pool has the pages of all groups for the partial block that ends at `resume`. Return True
         if `resume` is a block boundary."""
         whole, part = divmod(resume, self.block)
         if not part:
@@ -274,8 +274,8 @@ class LoadPlan:
 
     @property
     def end(self) -> int:
-        """The position at which the planned pages end, usually `resume`. If `resume` is inside a block whose pages come
-        from a tier, the position is the end of that block, because the tier has the full block. In models with states,
+        """The position at which the planned pages end, usually `resume`. If `resume` is inside a block whose pages
+        come from a tier, the position is the end of that block. The tier has the full block. In models with states,
         the position is always `resume`."""
         if self._tail_in_tier and not self._states:
             return -(-self.resume // self.block) * self.block

@@ -32,7 +32,7 @@ class Loading:
         return LoadPlan(self._state.layout, lookup, lookup.refreshed(match))
 
     def first_query(self, match: Match) -> TierQuery | None:
-        """Return the query whose answer decides whether a load plan is useful. Returns None if no single query
+        """Return the query whose answer decides whether a load plan is useful. Return None if no single query
         decides. Computes one hash."""
         state, group = self._state, self._deciding_group
         if group is None:
@@ -40,7 +40,7 @@ class Loading:
         return first_query(state.layout, group, state.lookup, state.lookup.refreshed(match))
 
     def reserve(self, plan: LoadPlan) -> Reservation | None:
-        """Allocate the missing pages of a plan, so that a load job can fill them. Evicts by policy. Returns None if
+        """Allocate the missing pages of a plan, so that a load job can fill them. Evicts by policy. Return None if
         the pool has too few pages.
 
         Raises ValueError if the cache has changed since the plan was made.
@@ -52,8 +52,8 @@ class Loading:
     def publish(
         self, reservation: Reservation, loaded: Mask | None = None, states_loaded: bool = True
     ) -> int:
-        """Publish the loaded pages like computed pages, and end the reservation. Returns the length at which the
-        prompt can now resume. Returns 0 if too few pages were loaded.
+        """Publish the loaded pages like computed pages, and end the reservation. Return the length at which the
+        prompt can now resume. Return 0 if too few pages were loaded.
 
         `loaded` marks the pages that were loaded, and None means all pages. `states_loaded` is true if the state
         snapshot was loaded. Pages that were not loaded become free.
@@ -110,7 +110,7 @@ class Loading:
         self._state.in_transfer.release_batch(batch)
 
     def evict_ahead(self) -> bool:
-        """Evict a few pages before they are needed. Returns whether a page was evicted. See `Allocator.evict_ahead`."""
+        """Evict a few pages before they are needed. Return whether a page was evicted. See `Allocator.evict_ahead`."""
         return self._state.allocator.evict_ahead()
 
     def page_changes(self) -> tuple[int, int, int]:

@@ -23,7 +23,7 @@ __all__ = ["cancel", "publish_loaded", "reserve"]
 
 def reserve(state: CacheState, plan: LoadPlan) -> Reservation | None:
     """Allocate the missing pages of a plan, and retain the pages that the pool already has. The plan's match must not
-    be stale. Returns None if the pool has too few pages for the plan and one more block. The request needs this block
+    be stale. Return None if the pool has too few pages for the plan and one more block. The request needs this block
     for its first step."""
     match, tree = plan.match, state.tree
     owners = state.owners(match.control, match.public)
@@ -88,7 +88,7 @@ def reserve(state: CacheState, plan: LoadPlan) -> Reservation | None:
 def publish_loaded(
     state: CacheState, reservation: Reservation, loaded: Mask | None, states_loaded: bool = True
 ) -> int:
-    """Publish the loaded pages up to the length at which a prompt can resume, and end the reservation. Returns this
+    """Publish the loaded pages up to the length at which a prompt can resume, and end the reservation. Return this
     length. `loaded` marks the pages that were loaded, and None means all pages. `states_loaded` is true if the state
     snapshot was loaded."""
     now, tree, to_load = state.clock.now(), state.tree, reservation.to_load

@@ -107,14 +107,14 @@ class BlockPages:
         return rows
 
     def retain(self, rows: Ids) -> int:
-        """Add one reference to every page in `rows`. Returns the bytes of the pages that were cached before, and are
+        """Add one reference to every page in `rows`. Return the bytes of the pages that were cached before, and are
         now in use."""
         if self._single_class is not None:
             return self.pool.retain(self._single_class, rows.ravel()) * self._strides[self._single_class]
         return sum(self.pool.retain(c, ids) * self._strides[c] for c, ids in self.by_class(rows))
 
     def release(self, rows: Ids) -> tuple[int, int]:
-        """Remove one reference from every page in `rows`. Returns two numbers: the bytes of the pages that were in use
+        """Remove one reference from every page in `rows`. Return two numbers: the bytes of the pages that were in use
         and are now cached or free, and the bytes of those that are free."""
         if self._single_class is not None:
             stride = self._strides[self._single_class]
@@ -157,7 +157,7 @@ class BlockPages:
         self.owners[cls][page] = owner
 
     def drop_cached(self, rows: Ids) -> int:
-        """Record that one prefix cache entry fewer refers to each page in `rows`. Returns the number of bytes that are
+        """Record that one prefix cache entry fewer refers to each page in `rows`. Return the number of bytes that are
         now free."""
         if self._single_class is not None and not self.owners:
             return self.pool.drop_cached(self._single_class, rows.ravel()) * self._strides[self._single_class]

@@ -47,7 +47,7 @@ class Compaction:
         self.moved_pages = 0
 
     def compact_one_slab(self, cheaply: bool) -> bool:
-        """Move all pages out of one partly used slab, so that it becomes free. Returns whether a slab was emptied.
+        """Move all pages out of one partly used slab, so that it becomes free. Return whether a slab was emptied.
         With `cheaply`, a slab is emptied only if at most half of its pages are in use or cached."""
         for c in self._pool.classes:
             if c.per_slab == 1 or not c.free_pages:

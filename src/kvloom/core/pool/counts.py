@@ -44,7 +44,7 @@ def allocate(in_use: Ids, cached: Ids, ids: Ids) -> None:
 
 
 def retain(in_use: Ids, cached: Ids, ids: Ids) -> int:
-    """Add one reference to each page. Returns how many pages were cached before, and are now in use."""
+    """Add one reference to each page. Return how many pages were cached before, and are now in use."""
     at, once = _real(ids)
     idle = in_use[at] == 0
     _refuse(at, idle & (cached[at] == 0), "is free; only a cached page or a page in use can be retained")
@@ -54,7 +54,7 @@ def retain(in_use: Ids, cached: Ids, ids: Ids) -> int:
 
 
 def release(in_use: Ids, cached: Ids, ids: Ids, out: Ids) -> tuple[int, int]:
-    """Remove one reference from each page. Returns two numbers: the pages that were in use and are now cached or free,
+    """Remove one reference from each page. Return two numbers: the pages that were in use and are now cached or free,
     and how many of these pages are free. Writes the ids of the free pages to `out`."""
     at, once = _real(ids)
     left = _less(in_use, at, once, "is released more often than it was retained")
@@ -72,7 +72,7 @@ def add_cached(in_use: Ids, cached: Ids, ids: Ids) -> None:
 
 
 def drop_cached(in_use: Ids, cached: Ids, ids: Ids, out: Ids) -> int:
-    """Count one prefix cache entry fewer for each page. Returns how many pages are now free, and writes the ids of
+    """Count one prefix cache entry fewer for each page. Return how many pages are now free, and writes the ids of
     these pages to `out`."""
     at, once = _real(ids)
     left = _less(cached, at, once, "is dropped more often than it was cached")
@@ -87,7 +87,7 @@ def any_negative(data: bytes) -> bool:
 
 
 def plain_ids(given: object) -> bytearray | None:
-    """Return a list or tuple of non-negative ints as int32 bytes. Returns None for any other object, or if a value
+    """Return a list or tuple of non-negative ints as int32 bytes. Return None for any other object, or if a value
     does not fit into int32."""
     if type(given) not in (list, tuple) or not set(map(type, given)) <= {int}:  # type: ignore[call-overload]
         return None
@@ -142,7 +142,7 @@ def _add(counts: Ids, at: At, one: int, once: bool) -> None:
 
 
 def _less(counts: Ids, at: At, once: bool, why: str) -> Ids:
-    """Reduce the count of each page in `at`, once for each time that the page is listed. Returns the new counts of
+    """Reduce the count of each page in `at`, once for each time that the page is listed. Return the new counts of
     `at`. If a count would be negative, raises ValueError and changes nothing. `why` is the end of the error message."""
     _add(counts, at, -1, once)
     left: Ids = counts[at]
@@ -159,9 +159,7 @@ def _refuse(at: At, wrong: npt.NDArray[np.bool_], why: str) -> None:
 
 
 def leading(masks: list[int], places: int) -> list[int]:
-    """Return one number for each of the lowest `places` bits: the number of masks before the first mask in which this
-    bit is not set.
-    """
+    """Return, for each of the lowest `places` bits, how many masks at the start of `masks` have this bit set."""
     found = [len(masks)] * places
     alive = (1 << places) - 1
     for at, mask in enumerate(masks):

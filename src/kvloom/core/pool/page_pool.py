@@ -128,7 +128,7 @@ class PagePool:
     # -- capacity ----------------------------------------------------------------------------
 
     def missing_slabs(self, needs: Sequence[int], more: int = 0) -> int:
-        """Return how many slabs are missing for `needs[c]` + `more` pages of each class c. Returns 0 if all pages fit.
+        """Return how many slabs are missing for `needs[c]` + `more` pages of each class c. Return 0 if all pages fit.
         The calculation assumes that all cached pages are evicted and all slabs compacted. O(classes).
         """
         missing = self.fewest_slabs(needs, more) - (self.slabs - 1)
@@ -245,7 +245,7 @@ class PagePool:
 
     def retain(self, cls: int, ids: Ids) -> int:
         """Add one reference to each page. `cls` is the index of the size class of the pages. The pages must be cached
-        or in use. Returns how many of them were cached before, and are now in use."""
+        or in use. Return how many of them were cached before, and are now in use."""
         c = self.classes[cls]
         fresh = loops.retain(c.in_use, c.cached, ids)
         c.cached_pages -= fresh
@@ -254,7 +254,7 @@ class PagePool:
 
     def release(self, cls: int, ids: Ids) -> tuple[int, int]:
         """Remove one reference of a sequence, pin or transfer from each page. `cls` is the index of the size class of
-        the pages. Returns two numbers: the pages that were in use and are now cached or free, and how many of these
+        the pages. Return two numbers: the pages that were in use and are now cached or free, and how many of these
         pages are free."""
         c = self.classes[cls]
         idle, freed = loops.release(c.in_use, c.cached, ids, c.freed)
@@ -273,7 +273,7 @@ class PagePool:
         loops.add_cached(c.in_use, c.cached, ids)
 
     def drop_cached(self, cls: int, ids: Ids) -> int:
-        """Count one prefix cache entry fewer for each page of the size class with index `cls`. Returns how many pages
+        """Count one prefix cache entry fewer for each page of the size class with index `cls`. Return how many pages
         became free."""
         c = self.classes[cls]
         freed = loops.drop_cached(c.in_use, c.cached, ids, c.freed)
@@ -308,7 +308,7 @@ class PagePool:
 
     def movable(self, cls: int) -> int | None:
         """Return the slab that compaction should empty. This is the partly used slab of the size class with index `cls`
-        that has the fewest pages to move. Returns None if there is no such slab, or if its pages do not fit into the
+        that has the fewest pages to move. Return None if there is no such slab, or if its pages do not fit into the
         free pages of other slabs of the class."""
         c = self.classes[cls]
         for free in range(c.per_slab - 1, 0, -1):

@@ -6,6 +6,7 @@ checkpoints     resumable positions, window pages, unneeded pages
 resume_rule     the positions at which a prompt may resume
 lookup          Lookup: a prompt's match, and the miss reason
 lookup_counts   counters of hits and misses
+snapshot_interval  the number of tokens between state snapshots, by measurement
 block_hash      block hashes
 hash_index      HashIndex: pages of tiers, peers and workers by hash
 publisher       hashes of nodes, and events
@@ -36,6 +37,7 @@ from .lookup import MISS_REASONS, NOT_CACHED, Match, Miss, Prefix
 from .multimodal import Media, activation_mark, private_mark, public_length
 from .offload_batch import OffloadBatch
 from .pins import Pin, QueuedPrefix
+from .snapshot_interval import SnapshotInterval
 
 __all__ = [
     "HASH_BYTES",
@@ -52,6 +54,7 @@ __all__ = [
     "Prefix",
     "QueuedPrefix",
     "Reservation",
+    "SnapshotInterval",
     "activation_mark",
     "hash_chain",
     "media_hash",

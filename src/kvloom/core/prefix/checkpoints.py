@@ -127,7 +127,7 @@ class Checkpoints:
     # -- adding and dropping --------------------------------------------------------------------
 
     def checkpoint(self, node: Node, position: int, states: Ids | None, now: float) -> Checkpoint | None:
-        """Add a checkpoint at `position` in `node` and return it. The pages in `states` become cached. Returns None
+        """Add a checkpoint at `position` in `node` and return it. The pages in `states` become cached. Return None
         if the position already has a checkpoint, or if a window lacks a page.
         """
         existing = self.checkpoint_at(node, position)

@@ -26,7 +26,7 @@ MISS_REASONS = {
     "complete": "everything but the last token is cached; the last token is computed to get logits",
     "never seen": "no earlier request computed these tokens",
     "evicted": "the pages were cached and evicted",
-    "other tenant": "another tenant has this prefix; tenants never share pages",
+    "other tenant": "only another tenant has the first block; tenants never share pages",
     "snapshot missing": "the tokens match further, but no recurrent state was cached there",
     "window page missing": "the tokens match further, but pages of a sliding or chunked window were evicted",
     "media missing": "the tokens match further, but the pages of an image before that position were evicted",
@@ -197,6 +197,11 @@ class Lookup:
                 if checkpoint.position <= limit:
                     yield checkpoint
 
+    def base_of(self, match: Match) -> int:
+        """Return the longest length at which a prompt could resume without periodic snapshots. O(checkpoints passed)."""
+        found = (c.position for c in self._checkpoints(match.path, match.matched) if not c.is_periodic)
+        return min(match.resume, next(found, 0))
+
     def _end_of_match(
         self, root_hash: bytes, path: list[Node], matched: int, data: bytes, limit: int
     ) -> Miss:
@@ -210,15 +215,17 @@ class Lookup:
         return Miss("never seen", matched)
 
     def explain(self, match: Match, across_tenants: bool = True) -> Miss:
-        """Return the miss. With `across_tenants`, the reason is "other tenant" if the tree has more tokens of the
-        prompt under another root hash. O(roots). Only for operators, because the result reveals prompts of other
-        tenants."""
-        if across_tenants and match.miss.reason in NOT_CACHED:
+        """Return the miss. With `across_tenants`, the reason is "other tenant" if the match is shorter than a block, and
+        the tree has the first block of the prompt under another root hash. O(roots). Only for operators, because the
+        result reveals prompts of other tenants.
+
+        Only the first block is compared. Otherwise the time would reveal how much of the prompt another tenant has
+        sent."""
+        block = self._tree.block
+        if across_tenants and match.miss.reason in NOT_CACHED and match.matched < block <= match.limit:
             for root_hash, root in self._tree.roots.items():
-                if root_hash != match.root_hash:
-                    _, matched = self._tree.walk(root, match.data, match.limit)
-                    if matched > max(match.matched, self._tree.block - 1):
-                        return Miss("other tenant", match.resume)
+                if root_hash != match.root_hash and self._tree.walk(root, match.data, block)[1] == block:
+                    return Miss("other tenant", match.resume)
         return match.miss
 
     # -- hashes for tiers, peers and routers ----------------------------------------------------

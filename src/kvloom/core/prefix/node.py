@@ -122,7 +122,17 @@ class Root(Node):
 class Checkpoint(Entry):
     """A resumable position in `node`. If the model has states, the checkpoint has a state snapshot."""
 
-    __slots__ = ("is_offloaded", "locks", "node", "position", "reach", "row_bytes", "states", "users")
+    __slots__ = (
+        "is_offloaded",
+        "is_periodic",
+        "locks",
+        "node",
+        "position",
+        "reach",
+        "row_bytes",
+        "states",
+        "users",
+    )
 
     def __init__(self, serial: int, now: float, node: Node, position: int, states: Ids | None) -> None:
         super().__init__(serial, now, node.priority, node.expires)
@@ -134,6 +144,7 @@ class Checkpoint(Entry):
         self.locks = 0  # number of pins of this checkpoint
         self.users = 0
         self.is_offloaded = False  # whether its states were passed to the offload listener
+        self.is_periodic = False  # whether it was only taken because of `CheckpointPolicy.every_blocks`
 
     @property
     def history(self) -> ReuseHistory | None:

@@ -78,8 +78,8 @@ class OffloadSource:
 
     def mark_step(self, now: float, moved: bool) -> None:
         """Set a step mark, which increases the age of all pages in the tree. `moved` states that pages were copied
-        inside the pool since the last mark. The mark then counts twice, as the last and as the second last mark, so
-        that an offload of age 1 or 2 waits for these copies.
+        inside the pool since the last mark. The mark then counts twice, as the last and as the second last mark.
+        Offloads of age 1 and 2 therefore wait for these copies.
         """
         self._before = self._marks + moved
         self._marks += 1

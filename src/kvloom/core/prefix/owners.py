@@ -46,7 +46,7 @@ class BlockOwners:
         self.account.charge(size - public)
 
     def borrow(self, pages: BlockPages, rows: Ids, first: int = 0) -> None:
-        """Count the public pages among `rows` as borrowed by the tenant. The first row of `rows` is block `first`."""
+        """Count the public pages in `rows` (page ids by block, from block `first` on) as borrowed by the tenant."""
         for numbers, size in pages.numbers(rows[: self.public_rows(first, len(rows))]):
             self.account.borrow(numbers, size)
 

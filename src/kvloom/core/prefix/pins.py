@@ -152,7 +152,7 @@ class Pins:
         tree.unlock(node, now)
 
     def release_expired(self) -> bool:
-        """Release expired pins. Returns whether a pin had expired."""
+        """Release expired pins. Return whether a pin had expired."""
         if not self._expiring:
             return False
         now, some = self._clock.now(), False
@@ -201,7 +201,7 @@ class Pins:
             self._sessions.popitem(last=False)
 
     def end_session(self, session: str) -> int:
-        """Mark the blocks that only this session used, so that they are evicted first. Returns the number of tokens in
+        """Mark the blocks that only this session used, so that they are evicted first. Return the number of tokens in
         these blocks."""
         node: Node | None = self._sessions.pop(session, None)
         now = self._clock.now()

@@ -127,7 +127,7 @@ class RadixTree(Checkpoints):
         lock: bool = False,
         owner: Owner | None = None,
     ) -> tuple[Node, bool]:
-        """Add the tokens `data` and their pages (`rows`) after `cursor`, which ends at a block boundary. Returns the
+        """Add the tokens `data` and their pages (`rows`) after `cursor`, which ends at a block boundary. Return the
         node that ends where `data` ends, and whether the tree already had any of the tokens.
 
         The tree takes over the array `rows`, so the caller must not change the array afterwards. If the tree already

@@ -6,13 +6,13 @@ open         open on a cached prefix; close
 fork         a second sequence that shares the pages
 extend       reserve pages for the next tokens
 commit       publish computed tokens
-cold         keep the oldest blocks in host memory
+cold         keep the oldest blocks in host memory (`cache.cold`)
 checkpoint   take checkpoints; publish tokens in the radix tree
 rollback     discard the last tokens
 """
 
 from .checkpoint import checkpoint
-from .cold import add_cold_run, coldable_pages, open_cold
+from .cold import ColdBlocks
 from .commit import commit, commit_many
 from .extend import exceeds_quota, extend, extend_many
 from .fork import fork
@@ -21,19 +21,17 @@ from .rollback import rollback
 from .sequence import ColdRun, Sequence
 
 __all__ = [
+    "ColdBlocks",
     "ColdRun",
     "Sequence",
-    "add_cold_run",
     "checkpoint",
     "close_sequence",
-    "coldable_pages",
     "commit",
     "commit_many",
     "exceeds_quota",
     "extend",
     "extend_many",
     "fork",
-    "open_cold",
     "open_sequence",
     "rollback",
 ]

@@ -19,22 +19,26 @@ def take_checkpoints(state: CacheState, seq: Sequence, before: int) -> None:
         return
     table = state.block_tables
     length = int(table.length[seq.row])
-    positions = {p for p in seq.checkpoint_positions if before < p <= length}
+    named = {p for p in seq.checkpoint_positions if before < p <= length}
+    positions = set(named)
     every = state.checkpoint_policy.every_blocks * state.block_tokens
     if every:
         positions.update(range((before // every + 1) * every, length + 1, every))
     if state.has_states:
         positions &= {int(table.state_length[seq.row])}
     for position in sorted(positions):
-        checkpoint(state, seq, position)
+        checkpoint(state, seq, position, is_periodic=position not in named)
     if seq.checkpoint_positions and seq.checkpoint_positions[-1] <= length:
         seq.checkpoint_positions = ()
         table.wants_checkpoint[seq.row] = False
 
 
-def checkpoint(state: CacheState, seq: Sequence, position: int | None = None) -> bool:
+def checkpoint(
+    state: CacheState, seq: Sequence, position: int | None = None, is_periodic: bool = False
+) -> bool:
     """Take a checkpoint at `position` (None means the current end). A checkpoint beyond the current length is
-    scheduled. Returns whether a checkpoint was taken or scheduled.
+    scheduled. `is_periodic` marks a state snapshot that is only taken because of the interval. Return whether a
+    checkpoint was taken or scheduled.
     """
     ensure_open(state, seq)
     tree, table = state.tree, state.block_tables
@@ -56,7 +60,11 @@ def checkpoint(state: CacheState, seq: Sequence, position: int | None = None) ->
     if position != here or not table.states[0, seq.row]:
         return False
     node = node_at(state, seq, position, now)
-    if node is None or tree.checkpoint_at(node, position) is not None:
+    if node is None:
+        return False
+    existing = tree.checkpoint_at(node, position)
+    if existing is not None:
+        existing.is_periodic &= is_periodic
         return False
     tree.lock(node)
     taken, account = None, seq.owners.account
@@ -66,6 +74,7 @@ def checkpoint(state: CacheState, seq: Sequence, position: int | None = None) ->
         live = table.states[:, seq.row][None].copy()
         taken = tree.checkpoint(node, position, copy.copy(), now)
         if taken is not None:
+            taken.is_periodic = is_periodic
             seq.use_checkpoint(taken)
             account.retain(state.states.retain(live))
             state.copy_rows(account, state.states, live, copy)

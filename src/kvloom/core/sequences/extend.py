@@ -19,7 +19,7 @@ __all__ = ["exceeds_quota", "extend", "extend_many", "give_states"]
 
 
 def extend(state: CacheState, seq: Sequence, n: int) -> int:
-    """Reserve pages for `n` more tokens. Returns the number of missing pages, or 0 on success."""
+    """Reserve pages for `n` more tokens. Return the number of missing pages, or 0 on success."""
     ensure_open(state, seq)
     n = index(n)
     if n < 0:
@@ -65,7 +65,7 @@ def exceeds_quota(state: CacheState, seq: Sequence, n: int) -> bool:
 
 def extend_many(state: CacheState, rows: Rows, n: int | Rows = 1) -> int:
     """Reserve pages for `n` more tokens in each of many open sequences. `rows` contains the row numbers of the
-    sequences. `n` is one number, or an array with one number for each sequence. Returns the number of missing
+    sequences. `n` is one number, or an array with one number for each sequence. Return the number of missing
     pages, or 0 on success."""
     table, block = state.block_tables, state.block_tokens
     rows = table.validated(rows)
@@ -102,7 +102,7 @@ def extend_many(state: CacheState, rows: Rows, n: int | Rows = 1) -> int:
 
 def _extend_each(state: CacheState, rows: Rows, counts: list[int]) -> int:
     """Extend sequences one by one. The sequence with row number `rows[i]` gets pages for `counts[i]` tokens. First
-    checks that the pages of all sequences fit together, so that usually either all or none are extended. Returns
+    checks that the pages of all sequences fit together, so that usually either all or none are extended. Return
     the number of missing pages."""
     sequences = [sequence_at(state, row) for row in rows.tolist()]
     total: dict[int, tuple[Account, list[int]]] = {}

@@ -13,7 +13,7 @@ __all__ = ["fork"]
 
 
 def fork(state: CacheState, seq: Sequence) -> Sequence | None:
-    """Fork `seq`. Returns None if the pool has no free pages for copies of its recurrent states."""
+    """Fork `seq`. Return None if the pool has no free pages for copies of its recurrent states."""
     ensure_open(state, seq)
     owners, table = seq.owners, state.block_tables
     account = owners.account

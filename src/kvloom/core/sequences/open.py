@@ -26,6 +26,8 @@ MAX_RETAINED = 4
 
 def open_sequence(state: CacheState, cache: SequenceOwner, match: Match, is_counted: bool = True) -> Sequence:
     """Open a sequence on a match that is not stale. See `KVCache.open`."""
+    if is_counted:
+        state.observe_lookup(match)
     runs = _media_runs(state, match) if match.media else ()
     tree, control, resume = state.tree, match.control, match.resume
     row = state.block_tables.take_row()
@@ -249,7 +251,7 @@ def close_sequence(state: CacheState, seq: Sequence) -> Node:
 
 def _publish_end(state: CacheState, seq: Sequence, now: float) -> Node:
     """Publish the partial last block, and take a checkpoint at the end of the sequence if the model needs checkpoints.
-    The live states of the sequence become the snapshot. Returns the node where the published tokens end. If
+    The live states of the sequence become the snapshot. Return the node where the published tokens end. If
     `CheckpointPolicy.turn_end` is off, models that need checkpoints publish nothing here."""
     tree, table = state.tree, state.block_tables
     if not tree.needs_checkpoints:

@@ -19,7 +19,7 @@ __all__ = ["rollback"]
 
 
 def rollback(state: CacheState, seq: Sequence, n: int) -> int:
-    """Discard the last `n` tokens. Returns the new length, which may be shorter than requested."""
+    """Discard the last `n` tokens. Return the new length, which may be shorter than requested."""
     ensure_open(state, seq)
     table, tree = state.block_tables, state.tree
     length = int(table.length[seq.row])

@@ -31,11 +31,12 @@ class SequenceOwner(Protocol):
 
     layout: PoolLayout
     block_tokens: int
-    checkpoint_policy: CheckpointPolicy
     block_tables: BlockTables
     has_states: bool
     state: CacheState
 
+    @property
+    def checkpoint_policy(self) -> CheckpointPolicy: ...
     def table(self, group: int) -> Ids: ...
     def extend(self, seq: Sequence, n: int) -> int: ...
     def commit(self, seq: Sequence, tokens: npt.ArrayLike, state_length: int | None = None) -> None: ...
@@ -167,9 +168,9 @@ class Sequence:
 
     @property
     def state_length(self) -> int:
-        """Number of tokens that the live states cover. A step that verifies a draft does not change the states, so the
-        number is smaller than `length` after such a step. The next step then computes the tokens from
-        `state_length` to `length` again in the recurrent layers."""
+        """Number of tokens that the live states cover. A step that verifies a draft does not change the states. After
+        such a step, the number is smaller than `length`. The next step then computes the tokens from `state_length`
+        to `length` again in the recurrent layers."""
         return int(self.cache.block_tables.state_length[self._open_row()])
 
     @property

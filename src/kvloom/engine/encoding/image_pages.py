@@ -91,7 +91,7 @@ def first_page(block_hash: bytes, kind: Kind) -> Objects:
 
 def page_objects(key: bytes, kind: Kind, tenant: str, start: int, stop: int) -> Objects:
     """Return the pages [start, stop) of an image as objects of a tier. `kind` has the group numbers of the pages. The
-    first page has its own group number, so one call returns either only the first page (`start` 0, `stop` 1) or only
+    first page has its own group number. Therefore a call returns only the first page (`start` 0, `stop` 1), or only
     later pages (`start` above 0)."""
     hashes = [
         blake2b(key + number.to_bytes(4, "little"), digest_size=HASH_BYTES).digest()

@@ -133,7 +133,7 @@ class DecodeGraphs:
 
     def run(self, works: Many[Work], wanted: Many[int] | None) -> torch.Tensor:
         """Compute a step with one token of each sequence. `wanted` has the indices of the entries of `works` that need
-        logits. None means all entries. Returns these logits, in the order of `ModelRunner.run`. Raises CaptureError
+        logits. None means all entries. Return these logits, in the order of `ModelRunner.run`. Raises CaptureError
         if the graph does not exist yet and the model cannot be captured."""
         size = next(size for size in self._sizes if size >= len(works))
         shares = self._shared is not None and self._shared.update(works, size)

@@ -63,7 +63,7 @@ class DraftGraphs:
         self._graphs: dict[int, CapturedGraph] = {}
 
     def size_for(self, works: Many[Work]) -> int:
-        """Return the size, in tokens, of the graph that computes a step. Returns 0 if no graph fits the step."""
+        """Return the size, in tokens, of the graph that computes a step. Return 0 if no graph fits the step."""
         counts = [len(work.tokens) for work in works]
         if max(counts) > self.longest:
             return 0
@@ -72,7 +72,7 @@ class DraftGraphs:
 
     def run(self, works: Many[Work], size: int, wanted: Many[int] | None) -> torch.Tensor:
         """Compute a step with the graph of `size` tokens. `wanted` has the indices of the entries of `works` that need
-        logits. None means all entries. Returns these logits, in the order of `ModelRunner.run`."""
+        logits. None means all entries. Return these logits, in the order of `ModelRunner.run`."""
         captured = self.capture(size)
         self._stage.send_drafted(works, size)
         captured.graph.replay()

@@ -13,14 +13,22 @@ from typing import Any
 import torch
 
 from kvloom.combinations import refused
-from kvloom.core import WHOLE, CheckpointPolicy, ContextPart, KVCache, PoolLayout, divided_specs
+from kvloom.core import (
+    WHOLE,
+    CheckpointPolicy,
+    ContextPart,
+    KVCache,
+    PoolLayout,
+    TensorPart,
+    divided_specs,
+)
 from kvloom.engine.config import EngineConfig
 from kvloom.kernels.memory import ElasticBuffer, allocate, elastic_buffer, granularity
 from kvloom.models.fusion import fuse
 from kvloom.models.heads import Head
 from kvloom.models.loading import model_fingerprint, transformers_config
 from kvloom.models.lora import AdapterSlots
-from kvloom.models.paged import Scales, fingerprint, hidden_states_field, install, load_scales
+from kvloom.models.paged import Scales, divide_scales, fingerprint, hidden_states_field, install, load_scales
 from kvloom.models.sharding import ranks_of, whole_of
 from kvloom.models.specs import ModelSpec, folder_of, kv_dtypes, model_spec, with_draft
 from kvloom.models.vision import Vision, vision_of
@@ -75,9 +83,13 @@ def allocate_kv_memory(
     spec = _pool_spec(model, draft, config)
     if draft is not None:
         install(draft, spec.max_context)
-    scales = None if config.kv_scales == "dynamic" else load_scales(config.kv_scales, model, spec.layers)
-    step = 16 if config.max_pool_bytes is None else granularity(weight.device)
     ranks, part = ranks_of(model), WHOLE
+    whole_scales = _static_scales(model, spec, config)
+    scales = whole_scales
+    if whole_scales is not None and ranks is not None:
+        shard = ranks.weight_shard
+        scales = divide_scales(whole_scales, spec.layers, TensorPart(shard.rank, shard.count))
+    step = 16 if config.max_pool_bytes is None else granularity(weight.device)
     if ranks is not None and ranks.context is not None:
         part = ContextPart(ranks.context.shard.rank, ranks.context.shard.count)
     layout = PoolLayout.build(spec.layers, config.block_tokens, step, part)
@@ -123,7 +135,7 @@ def allocate_kv_memory(
         layout,
         slabs=slabs,
         reserved=reserved,
-        model=_model_identity(model, draft, spec, scales, config),
+        model=_model_identity(model, draft, spec, whole_scales, config),
         # One more sequence: a copy of a document briefly opens a second one.
         max_sequences=config.max_running + (config.reuse_documents is not None),
         max_tokens=longest,
@@ -131,10 +143,20 @@ def allocate_kv_memory(
         public_bytes=config.public_bytes,
         policy=config.eviction_policy,
         checkpoint_policy=CheckpointPolicy(
-            before_last=True, every_blocks=-(-config.checkpoint_every // config.block_tokens)
+            before_last=True,
+            every_blocks=-(-config.checkpoint_every // config.block_tokens),
+            is_measured=not config.checkpoint_every and "snapshots" not in config.fixed,
         ),
     )
     return KVMemory(layout, buffer, elastic, cache, scales, vision, limit, budget, batch_invariant)
+
+
+def _static_scales(model: Any, spec: ModelSpec, config: EngineConfig) -> Scales | None:
+    """Return the static scales of the whole model. None if scales are dynamic."""
+    if config.kv_scales == "dynamic":
+        return None
+    layers = {name: layer.whole() for name, layer in spec.layers.items()}
+    return load_scales(config.kv_scales, model, layers)
 
 
 def _pool_spec(model: Any, draft: Any, config: EngineConfig) -> ModelSpec:

@@ -11,6 +11,8 @@ A `Work` is the tokens of one sequence in a step.
 | prompts, where the host is the bottleneck | piecewise graphs (`piecewise_graphs.py`)                  |
 | others                                 | without graphs                                               |
 
+On a CPU, a small model computes a step of a few tokens in one native call (`fusion/small_model.py`).
+
 This module does not depend on requests.
 """
 
@@ -30,7 +32,7 @@ import torch
 from kvloom.combinations import refused
 from kvloom.core import WHOLE, CacheControl, KVCache, Sequence
 from kvloom.kernels.copy import copy_pages
-from kvloom.kernels.cpu import SmallModel
+from kvloom.kernels.cpu import SmallModel, SmallStep
 from kvloom.kernels.device import upload
 from kvloom.kernels.lora import AdapterRows
 from kvloom.models.fusion import fuse, small_model
@@ -55,10 +57,6 @@ from .graph_capture import CaptureError, GraphMemory
 from .piecewise_graphs import PiecewiseGraphs
 
 __all__ = ["Mirror", "ModelRunner"]
-
-MAX_KNOWN = 8
-"""Largest number of tokens of a sequence that a small model computes natively. Native code computes them one by
-one."""
 
 
 class Mirror(Protocol):
@@ -128,7 +126,7 @@ class ModelRunner:
             None if self._ranks is None else self._ranks.context,
         )
         self.pages.expanded_tokens = tokens  # the memory budget covers this many
-        self.watch_step: Callable[[Batch], AbstractContextManager[Any]] = lambda _: nullcontext()
+        self.watch_step: Callable[[Batch], AbstractContextManager[Any]] | None = None
         """A function that returns a context, in which the model runs. A draft head sets this function, to store the
         target's hidden states of each step."""
         if invariant:
@@ -171,9 +169,19 @@ class ModelRunner:
         """Graphs of steps with prompts. None if the model cannot be captured."""
         if graphs and buffer.is_cuda and self._is_replayable:
             self._create_graphs(draft_length, is_draft=target is not None, invariant=invariant)
-        self._small_model = None
-        if target is not None and buffer.is_cpu and self._is_fusible and self._ranks is None and lora is None:
-            self._small_model = small_model(model, self.pages, cache.max_tokens)
+        self._small_model, self._small_columns = self._find_small_model()
+
+    def _find_small_model(self) -> tuple[SmallModel | None, list[int]]:
+        """Return the native form of the model, or None, and the column of the page tables for each of its layers."""
+        found = None
+        if self.device.type == "cpu" and self._is_fusible and self._ranks is None and self._lora is None:
+            found = small_model(self.model, self.pages, self._cache.max_tokens)
+        return found, [] if found is None else [self.pages.table_column(i) for i in range(found.layers)]
+
+    def observe(self, pages: Pages) -> None:
+        """Let the model use `pages` in all later steps. `pages` must have the layout and the buffer of the present pages.
+        Modeling code then computes every step, so `pages` gets all keys and values."""
+        self.pages, self._small_model = pages, None
 
     @property
     def _is_replayable(self) -> bool:
@@ -193,7 +201,7 @@ class ModelRunner:
             self.stage, self._forward, self.chosen, self.rows, shared, self._lora is not None, memory
         )
         has_mrope = self.vision is not None and self.vision.uses_mrope
-        if not has_mrope and not self.pages.has_states:
+        if not has_mrope and not (invariant and self.pages.has_states):
             self.piecewise = PiecewiseGraphs(
                 self.pages, self.stage, self._forward, self.chosen, step_tokens, memory
             )
@@ -213,27 +221,39 @@ class ModelRunner:
         call. Return the chosen tokens [sequences, longest]. Pages for all tokens must be reserved. With `last_too`,
         also compute the last chosen token.
 
-        Only small draft models on a CPU support this (see `small_model`). For other models, and for steps that native
-        code does not support, return None and compute nothing."""
-        if self._small_model is None or not _is_small(works):
+        Only small models on a CPU support this (see `small_model`). For other models, and for steps that native code
+        does not support, return None and compute nothing."""
+        step = self._small_step(works, [count + int(last_too) - 1 for count in counts])
+        if self._small_model is None or step is None:
             return None
-        return self._run_small_model(self._small_model, works, np.array(counts), last_too)[0]
+        return self._small_model.generate(step, counts, int(last_too))
 
-    def _run_small_model(
-        self, small: SmallModel, works: Many[Work], counts: npt.NDArray[np.int64], last_too: bool
-    ) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
-        """Run the native form of the model (see `SmallModel.generate`)."""
-        cache = self._cache
-        rows = np.array([work.sequence.row for work in works])
-        starts = cache.lengths[rows] + [work.skipped - work.replayed for work in works]
-        ends = starts + [len(work.tokens) for work in works] + counts - 1 + last_too
-        blocks = -(-int(ends.max()) // cache.block_tokens)
-        if (ends > cache.block_tables.blocks[rows] * cache.block_tokens).any():
-            raise ValueError("some tokens of the step have no page; extend the sequence first")
-        columns = [self.pages.table_column(layer) for layer in range(small.layers)]
-        tables = {column: cache.page_tables[column][rows, :blocks] for column in set(columns)}
-        known = [work.tokens if work.source < 0 else self.chosen[work.source, None].numpy() for work in works]
-        return small.generate(known, starts, counts, int(last_too), [tables[one] for one in columns])
+    def _small_step(self, works: Many[Work], later: Many[int] = ()) -> SmallStep | None:
+        """Return a step in the form that the native model takes. `later` has the number of tokens that follow in each
+        sequence, if any. Return None if the model has no native form, or if the step is too large for it, or has trees,
+        images, cold pages, or tokens that are not written."""
+        small, cache = self._small_model, self._cache
+        if small is None or self.watch_step is not None or not works:
+            return None
+        if sum([len(work.tokens) for work in works]) > small.max_tokens:
+            return None
+        tokens, firsts, rows, blocks = [], [], [], 1
+        for place, work in enumerate(works):
+            sequence = work.sequence
+            if work.parents or work.images or sequence.cold_blocks or (work.replayed and not work.rewrites):
+                return None
+            own = work.tokens if work.source < 0 else self.chosen[work.source, None].numpy()
+            first = sequence.length + work.skipped - work.replayed
+            needed = -(-(first + len(own) + (later[place] if later else 0)) // cache.block_tokens)
+            if needed > cache.block_tables.blocks[sequence.row]:
+                raise ValueError("some tokens of the step have no page; extend the sequence first")
+            tokens.append(own.tolist())
+            firsts.append(first)
+            rows.append(sequence.row)
+            blocks = max(blocks, needed)
+        columns = self._small_columns
+        tables = {column: cache.page_tables[column, rows, :blocks] for column in set(columns)}
+        return SmallStep(tokens, firsts, [tables[column] for column in columns])
 
     def _check_batch_invariant(self) -> None:
         """Raise ValueError for a model without batch-invariant kernels."""
@@ -259,10 +279,9 @@ class ModelRunner:
         for each draft token. Rows for each entry of `whole` follow, one for every token. The hidden states of `pooled`
         are stored in `hidden_states`.
         """
-        if self._small_model is not None and not (whole or pooled) and _is_small(works):
-            ones = np.ones(len(works), np.int64)
-            rows = self._run_small_model(self._small_model, works, ones, False)[1]
-            return rows if wanted is None else rows[list(wanted)]
+        if not (whole or pooled) and (step := self._small_step(works)) is not None:
+            assert self._small_model is not None
+            return self._small_model.compute(step, _logit_positions(step.starts, works, wanted).tolist())
         if self.mirror is not None:
             self.mirror.run(works, wanted, whole, pooled)
         if self._ranks is not None and any(work.source >= 0 for work in works):
@@ -276,7 +295,7 @@ class ModelRunner:
             batch = self.vision.add_images(batch, works)
         last = batch.last
         if whole or batch.drafts or (wanted is not None and len(wanted) < len(works)):
-            last = upload(_logit_positions(batch, works, wanted, whole), self.device)
+            last = upload(_logit_positions(batch.bounds, works, wanted, whole), self.device)
         if not pooled:
             return self._forward(batch, last)
         states: list[torch.Tensor] = []
@@ -312,7 +331,9 @@ class ModelRunner:
             size = self.draft_graphs.size_for(works)
             if size:
                 return self.draft_graphs.run(works, size, wanted)
-        if self.piecewise is not None and not has_trees and not any(w.replayed or w.skipped for w in works):
+        splits_drafts = self.pages.has_states and any(work.drafts for work in works)
+        is_plain = not (has_trees or splits_drafts or any(w.replayed or w.skipped for w in works))
+        if self.piecewise is not None and is_plain:
             size = self.piecewise.size_for(works)
             if size:
                 return self.piecewise.run(works, size, wanted)
@@ -334,7 +355,7 @@ class ModelRunner:
 
     def warm_up(self, choose: Callable[[torch.Tensor], object]) -> tuple[int, float]:
         """Run typical steps on temporary pages and call `choose` with their logits. This compiles kernels before
-        requests arrive. Returns the number of prompt tokens in the last step, and the seconds that this step took.
+        requests arrive. Return the number of prompt tokens in the last step, and the seconds that this step took.
         Does nothing on a CPU, and returns zeros.
         """
         if self.device.type != "cuda":
@@ -351,6 +372,8 @@ class ModelRunner:
         self._run_steps([[limit // 16], [limit // 4], [20]], limit)
         self._run_steps([[limit // 3, limit // 3]], limit)  # sizes that attention libraries do not support
         self._run_steps([[limit], [limit]], limit)  # two chunks of one long prompt
+        if self.pages.has_states:  # single tokens beside a prompt: its first chunk, and its second
+            self._run_steps([[8, 20], [1, 1, limit // 4], [1, 1, 40]], limit)
         torch.cuda.synchronize(self.device)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         began = time.perf_counter()
@@ -470,8 +493,9 @@ class ModelRunner:
             extra["input_ids"] = self._own_tokens(batch.tokens[None])
         else:
             extra["inputs_embeds"] = batch.embeds[None]
+        watch = nullcontext() if self.watch_step is None else self.watch_step(batch)
         adapters = nullcontext() if self._lora is None else self._lora.step(*self._adapter_rows(batch))
-        with torch.inference_mode(), self.watch_step(batch), self.numerics, adapters:
+        with torch.inference_mode(), watch, self.numerics, adapters:
             found = self.model(
                 use_cache=False,
                 logits_to_keep=0 if last is None else last,
@@ -522,10 +546,13 @@ def _decoder_of(model: Any) -> torch.nn.Module | None:
 
 
 def _logit_positions(
-    batch: Batch, works: Many[Work], wanted: Many[int] | None, whole: Many[int]
+    bounds: Many[int] | npt.NDArray[np.int64],
+    works: Many[Work],
+    wanted: Many[int] | None,
+    whole: Many[int] = (),
 ) -> npt.NDArray[np.int64]:
-    """Return the places of the tokens in a batch whose logits `ModelRunner.run` returns, in order."""
-    bounds = batch.bounds
+    """Return the places of the tokens in a step whose logits `ModelRunner.run` returns, in order. `bounds` are the
+    places of the first token of each work, and the number of all tokens."""
     ends = [(bounds[i + 1], works[i].drafts) for i in (range(len(works)) if wanted is None else wanted)]
     each = [np.arange(end - 1 - drafts, end) for end, drafts in ends]
     each += [np.arange(bounds[i], bounds[i + 1]) for i in whole]
@@ -537,17 +564,6 @@ def _partial_sum_tokens(longest: int) -> int:
     has at most 64 partial sums, which are enough to fill a device.
     """
     return max(512, -(-longest // (64 * 512)) * 512)
-
-
-def _is_small(works: Many[Work]) -> bool:
-    """Return whether `SmallModel` supports a step: a few tokens of each sequence, without trees, images and cold
-    pages, of which all are written."""
-    return all(
-        len(work.tokens) <= MAX_KNOWN
-        and not (work.parents or work.drafts or work.images or work.sequence.cold_blocks)
-        and (work.rewrites or not work.replayed)
-        for work in works
-    )
 
 
 def _has_images(work: Work) -> bool:

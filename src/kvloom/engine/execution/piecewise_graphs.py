@@ -2,8 +2,9 @@
 
     graph │ attention of layer 0 │ graph │ attention of layer 1 │ … │ graph → logits
 
-The work of attention differs in each step, so attention is launched without a graph. All other work depends only on the
-number of tokens, and is captured once for each of a few sizes. Padding tokens are computed and written to page 0, and
+The work of attention differs in each step, so attention is launched without a graph. All other work is captured once
+for each of a few numbers of tokens. Recurrent layers are part of the graphs: their kernels read the sequences of the
+step from the device (`BatchBuilder.packed`). Padding tokens are computed and written to page 0, and
 attention skips them. All graphs use the same memory, so each step overwrites the tensors of the step before.
 """
 
@@ -88,17 +89,17 @@ class PiecewiseGraphs:
 
     def size_for(self, works: Many[Work]) -> int:
         """Return the smallest captured size that fits a step. Return 0 if the step has too many tokens, or needs logits
-        at more positions than a graph computes. A request of the step (an entry of `works`) needs one position, plus
-        one per draft token.
+        at more positions than a graph computes, or has too many prompts. A request of the step (an entry of `works`)
+        needs one position, plus one per draft token.
         """
-        if sum(work.drafts + 1 for work in works) > len(self._last):
+        if sum(work.drafts + 1 for work in works) > len(self._last) or not self._stage.fits_graph(works):
             return 0
         at = bisect_left(self._captured, sum(len(work.tokens) for work in works))
         return self._captured[at] if at < len(self._captured) else 0
 
     def run(self, works: Many[Work], size: int, wanted: Many[int] | None = None) -> torch.Tensor:
         """Compute a step with the graphs of `size` tokens. `wanted` has the indices of the entries of `works` that
-        need logits. None means all entries. Returns these logits, in the order of `ModelRunner.run`."""
+        need logits. None means all entries. Return these logits, in the order of `ModelRunner.run`."""
         graphs = self._graph_sets[size]
         counts = np.array([len(work.tokens) for work in works])
         bounds = np.concatenate(([0], counts.cumsum()))

@@ -99,6 +99,8 @@ class PoolRule:
     start_bytes: int
     keep_free: int
     idle_seconds: float
+    reason: str = "no change was necessary"
+    """Why the last change of the size was decided."""
     _evictions: int = 0
     _busy_at: float | None = None
     _next: float = 0.0
@@ -126,10 +128,13 @@ class PoolRule:
         evicted, self._evictions = evictions - self._evictions, evictions
         spare = free_device() - self.keep_free
         if spare < 0:
+            self.reason = f"less than {self.keep_free:,} bytes of device memory were free for other processes"
             return pool_bytes + spare
         if evicted and is_busy and spare:
+            self.reason = f"running requests evicted {evicted:,} entries in {self.PERIOD} s"
             return pool_bytes + min(spare, int(pool_bytes * self.GROWTH) + 1)
         if now - self._busy_at >= self.idle_seconds and pool_bytes > self.start_bytes and free_pool_bytes:
+            self.reason = f"no request arrived for {self.idle_seconds:g} s"
             return max(self.start_bytes, pool_bytes - free_pool_bytes)
         return None
 

@@ -113,12 +113,12 @@ class ColdPages:
     def offload(self, request: Request, blocks: int) -> int:
         """Make up to `blocks` of the oldest blocks of a running request cold. Waits for the copies.
 
-        Returns the number of blocks that became cold, which is 0 if all blocks are cold already or host memory is full.
+        Return the number of blocks that became cold, which is 0 if all blocks are cold already or host memory is full.
         """
         sequence = request.sequence
         assert sequence is not None
         self._apply_copies()
-        rows = self._cache.coldable_pages(sequence, blocks)
+        rows = self._cache.cold.next_pages(sequence, blocks)
         if not len(rows):
             return 0
         runs, keep = sequence.cold_runs, self._keeps(request)
@@ -144,8 +144,8 @@ class ColdPages:
             _release(leases)
             return 0
         run = ColdRun(host_pages[: len(rows)], hashes[-1], lambda: _release(leases))
-        self._cache.add_cold_run(sequence, run)
-        self._stats.cold_pages += len(rows) * len(self._cache.full_columns)
+        self._cache.cold.add_run(sequence, run)
+        self._stats.cold_pages += len(rows) * len(self._cache.cold.columns)
         return len(rows)
 
     def save(self, request: Request) -> None:
@@ -182,7 +182,7 @@ class ColdPages:
                     del self._saved[next(iter(self._saved))]
 
     def find(self, request: Request, beyond: int) -> ColdStart | None:
-        """Lease the pages with which a long request can resume at a position after `beyond`. Returns None if host
+        """Lease the pages with which a long request can resume at a position after `beyond`. Return None if host
         memory lacks these pages.
 
         A model with windows or states can resume only where an earlier long request ended (see `save`). Other models
@@ -211,13 +211,13 @@ class ColdPages:
         """Make the empty sequence of a request continue at `found.position`, with the leased pages as its cold
         pages. Waits until the pages that must be in the pool are copied there.
 
-        Returns True. If the pool lacks pages, releases the leases and returns False.
+        Return True. If the pool lacks pages, releases the leases and returns False.
         """
         sequence, cache = request.sequence, self._cache
         assert sequence is not None
         tail = request.ids(found.position)[len(found.pages) * cache.block_tokens :]
         run = ColdRun(found.pages, found.last_hash, lambda: _release(found.leases))
-        if not cache.open_cold(sequence, run, found.position, tail):
+        if not cache.cold.open(sequence, run, found.position, tail):
             found.release()
             return False
         try:

@@ -79,7 +79,7 @@ def form_of(group: PageGroup, run: int) -> Form:
 
 def _layout_text(group: PageGroup, run: int, fields: str) -> str:
     layers = ", ".join(group.layers[run * group.run_layers : (run + 1) * group.run_layers])
-    return f"{group.spec.kind} {group.spec.visibility}, blocks of {group.block_tokens}: {layers}: {fields}"
+    return f"{group.spec.kind} {group.spec.visibility}, blocks of {group.page_tokens}: {layers}: {fields}"
 
 
 def unit_forms(layout: PoolLayout) -> dict[Form, UnitForm]:
@@ -87,7 +87,7 @@ def unit_forms(layout: PoolLayout) -> dict[Form, UnitForm]:
     units. `layout` is the layout of whole pages (`PoolLayout.whole`).
 
     A unit is a page of HASH_TOKENS tokens. Its form is the form of pages in a layout with blocks of HASH_TOKENS
-    tokens. Omits a group if its blocks own another number of pages in that layout. Returns {} if `layout` already has
+    tokens. Omits a group if its blocks own another number of pages in that layout. Return {} if `layout` already has
     blocks of HASH_TOKENS tokens.
     """
     if layout.block_tokens == HASH_TOKENS:
@@ -137,7 +137,7 @@ def _layers(layout: PoolLayout) -> dict[str, LayerSpec]:
 
 def _page_fields(group: PageGroup, run: int = 0) -> PageFields:
     """Return the fields of page `run` of a block. The last page may have fewer layers than the others."""
-    tokens = group.block_tokens if group.spec.unit == "token" else 0
+    tokens = group.page_tokens if group.spec.unit == "token" else 0
     layers = min(group.run_layers, len(group.layers) - run * group.run_layers)
     return PageFields(group.spec.fields, layers, tokens, group.layer_bytes, group.page_stride)
 
@@ -152,7 +152,7 @@ def open_host(
     ranks: int = 1,
 ) -> tuple[HostTier, SharedMemory | None]:
     """Open a host tier for the pages of `layout` (`PoolLayout.whole`). Its slab size is a multiple of the layout's slab
-    size. For a GPU its memory is pinned. Returns the tier, and its shared memory or None.
+    size. For a GPU its memory is pinned. Return the tier, and its shared memory or None.
 
     - With `shared`, other processes on this host may map the memory and read it.
     - With several `ranks`, the memory is always shared, and the processes of the ranks may also write to it.
@@ -374,9 +374,9 @@ class HostPages:
         """Copy pages of a layer group to offsets in the arena, and return the event of the copy. Does not block on a
         GPU. On several ranks, every rank copies its part. If pages are equal on all ranks, only rank 0 copies them.
 
-        On a GPU, `age` selects the work on the current stream for which the copy waits. 0 means all work, 1 the work
-        before the last mark (see `mark`), and 2 the work before the second last mark. The caller must ensure that work
-        after this mark did not write the pages.
+        On a GPU, the copy waits for work on the current stream, which `age` selects: 0 is all work, 1 the work before
+        the last mark (see `mark`), 2 the work before the second last mark. The caller must ensure that work after
+        this mark did not write the pages.
         """
         if self._ranks is None or (group.parts == 1 and group.spec.whole() == group.spec):
             return self._copy_out(group, pages, offsets, age)
@@ -387,9 +387,9 @@ class HostPages:
     def clear_unwritten(
         self, group: PageGroup, run: int, offsets: npt.NDArray[np.int64], tokens: Ids
     ) -> None:
-        """Set the bytes of pages in the arena to 0 that the owner of the pages has not written: padding, and all tokens
-        after the first `tokens` of each page. In the pool, these bytes are from earlier owners of the page, which may be
-        other tenants. `run` is the number of the pages in their blocks, and `offsets` are their offsets in the arena.
+        """In pages of the arena, set unwritten bytes to 0: padding, and all tokens after the first `tokens` of each
+        page. In the pool, these bytes are from earlier owners of the page, which may be other tenants. `run` is the
+        number of the pages in their blocks, and `offsets` are their offsets in the arena.
 
         Call this method after a copy to the arena is done, before others may read the pages.
         """

@@ -49,8 +49,8 @@ class Estimates:
 
 
 class LoadOrRecompute:
-    """Decides for one request whether it waits for loaded pages or computes tokens itself. `seconds_lost` is the
-    time that the request has waited, minus the time that it would have needed to compute the loaded tokens.
+    """Decides whether one request waits for loaded pages or computes tokens itself. `seconds_lost` compares both: the
+    time that the request has waited, minus the time to compute the loaded tokens.
     """
 
     def __init__(self) -> None:

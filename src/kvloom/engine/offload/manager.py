@@ -229,7 +229,7 @@ class OffloadManager:
     def load_estimate(self, request: Request, match: Match) -> tuple[int, float] | None:
         """Return how many tokens after `match` can be loaded from tiers, and the estimated seconds until these tokens
         are loaded. The seconds are 0 until the first load has been timed. The call looks up pages, but loads none.
-        Returns None if the request has a load job whose lookup in tiers is not complete. Without a load job, the call
+        Return None if the request has a load job whose lookup in tiers is not complete. Without a load job, the call
         looks only in host memory.
         """
         if not self._may_load(request, match) or request.is_long:
@@ -245,7 +245,7 @@ class OffloadManager:
     def before_admission(self, request: Request, match: Match) -> Decision:
         """Decide the action of the next waiting request. `match` must be current. May start or finish a load job.
 
-        Returns WAIT while pages are in transfer, NO_FREE_PAGES if the pool has no pages for them, and COMPUTE
+        Return WAIT while pages are in transfer, NO_FREE_PAGES if the pool has no pages for them, and COMPUTE
         otherwise. The call may publish loaded pages in the cache, so the caller must match again if `cache.version`
         changed. If no tier has a page, the call takes only as long as a dictionary lookup.
         """
@@ -263,8 +263,8 @@ class OffloadManager:
     def before_prefill(self, request: Request) -> Decision:
         """Decide the action of a running request with uncomputed prompt tokens for this step.
 
-        While the request computes its prompt from the front, tiers load the prompt from the back. Returns RESUME once
-        all uncomputed tokens before the end of the load plan are loaded. Returns WAIT if the tokens that are neither
+        While the request computes its prompt from the front, tiers load the prompt from the back. Return RESUME once
+        all uncomputed tokens before the end of the load plan are loaded. Return WAIT if the tokens that are neither
         computed nor loaded can be loaded sooner than computed. Otherwise returns COMPUTE.
         """
         job = self._jobs.get(request)
@@ -305,7 +305,7 @@ class OffloadManager:
     def copying_requests(self) -> list[tuple[Request, int]]:
         """Return the requests that wait only for copies between pool and host memory. O(jobs).
 
-        Returns pairs: the request, and the number of tokens for which pages of the pool are reserved. The number is 0
+        Return pairs: the request, and the number of tokens for which pages of the pool are reserved. The number is 0
         if the copy into the pool cannot start yet, because a needed page is still being offloaded.
         """
         return [

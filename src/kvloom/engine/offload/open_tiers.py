@@ -139,7 +139,7 @@ def _with_unit_pages(place: OpenTier, layout: PoolLayout) -> OpenTier:
     """Wrap `place` so that it stores pages of HASH_TOKENS tokens (units). Servers of every block size can use
     them.
 
-    A peer tier also has whole pages, because the peer may have the same block size as this engine. Returns
+    A peer tier also has whole pages, because the peer may have the same block size as this engine. Return
     `place` unchanged if the pool's blocks have HASH_TOKENS tokens.
     """
     forms = unit_forms(layout)
@@ -158,7 +158,7 @@ def _server_config(host_text: HostURL) -> PeerConfig | None:
 
 
 def _serve_host(host: HostTier, config: PeerConfig, memory: SharedMemory | None) -> PeerServer | None:
-    """Share host memory read-only with other processes. Returns None and logs a warning if the address cannot be
+    """Share host memory read-only with other processes. Return None and logs a warning if the address cannot be
     bound."""
     try:
         server = PeerServer(host, config, memory)

@@ -73,7 +73,7 @@ class PoolLoader:
 
     def start(self, job: LoadJob, match: Match) -> CopyStart:
         """Reserve pages of the pool for those pages of a request that host memory has, and start the copies.
-        Returns the result of this attempt.
+        Return the result of this attempt.
 
         `job.copy` is set as soon as pages are reserved. If the call raises after that, the caller must cancel the
         copy.

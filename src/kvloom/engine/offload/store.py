@@ -187,8 +187,8 @@ class PageOffloader:
             self._queued_at = self._queued_at or self._pool_version()
 
     def _age(self, batch: OffloadBatch) -> int:
-        """Return the argument `age` of `HostPages.offload` for a batch. `age` selects the work for which the copy
-        waits: 1 for the work before the last mark, 2 for the work before the second last mark, 0 for all work.
+        """Return the argument `age` of `HostPages.offload` for a batch. The copy waits for the work that `age`
+        selects: 1 is the work before the last mark, 2 the work before the second last mark, 0 all work.
 
         Pages that stay cached get 0. Evicted pages need not wait for all work, because every mark that is set after a
         page has entered the radix tree comes after the write of the page:

@@ -74,7 +74,7 @@ class TimeModel:
         self._xy = self._xy * fade + amount * seconds
 
     def seconds(self, amount: float) -> float:
-        """Return the estimated seconds for `amount`. Returns 0 without measurements."""
+        """Return the estimated seconds for `amount`. Return 0 without measurements."""
         if not self._n:
             return 0.0
         weight, total = self._empty

@@ -86,7 +86,7 @@ class TierLoader:
         return Objects(query.hashes, query.group, form, _tenant(query, request))
 
     def host_misses(self, query: TierQuery | None, request: Request) -> bool:
-        """Return whether host memory has none of the pages that `query` asks for. Returns False if `query` is None.
+        """Return whether host memory has none of the pages that `query` asks for. Return False if `query` is None.
         Takes a tenth of the time of a load plan."""
         return query is not None and not any(
             key in self.transfers.host for key in self.objects_for(query, request).keys
@@ -140,7 +140,7 @@ class TierLoader:
     def is_worth_loading(self, request: Request, tokens: int, all_tokens: int, seconds: float | None) -> bool:
         """Return whether loading `tokens` tokens in `seconds` is faster than computing them. `all_tokens` is the number
         of missing tokens of the prompt. The saved compute time is the time for all missing tokens, minus the time for
-        the missing tokens that are not loaded. Returns True if nothing was measured, or if the request always loads.
+        the missing tokens that are not loaded. Return True if nothing was measured, or if the request always loads.
         """
         if self.loads_always(request) or seconds is None or not self.prefill_time.is_known:
             return True
@@ -185,9 +185,8 @@ class TierLoader:
         )
 
     def _collect(self, job: LoadJob) -> None:
-        """Record arrived chunks, from the end of the prompt to its start. If a chunk is incomplete, cancel the
-        remaining chunks. Exception: if no complete chunk has arrived yet and the model has no states, the remaining
-        chunks continue."""
+        """Record arrived chunks, from the end of the prompt to its start. If one arrived with pages missing,
+        cancel the remaining chunks, unless no complete chunk has arrived yet and the model has no states."""
         plan, transfer = job.lookup.plan, job.transfer
         assert plan is not None
         while transfer.chunks and all(fetch.done for fetch in transfer.chunks[0].fetches):
@@ -284,7 +283,7 @@ class TierLoader:
         return match.resume + met // 2 * block
 
     def seconds_left(self, job: LoadJob, first: int) -> float:
-        """Return the seconds until the pages of a job from token `first` on are loaded. Returns 0 if no rate was
+        """Return the seconds until the pages of a job from token `first` on are loaded. Return 0 if no rate was
         measured."""
         if job.transfer.bytes_from is None:
             return 0.0
@@ -297,7 +296,7 @@ class TierLoader:
         return seconds if math.isfinite(seconds) else 0.0
 
     def _load_seconds(self, job: LoadJob) -> Callable[[int], float] | None:
-        """Return a function: token → seconds until all missing pages from this token on are loaded. Returns None if no
+        """Return a function: token → seconds until all missing pages from this token on are loaded. Return None if no
         rate was measured.
         """
         transfer, block = job.transfer, self.cache.block_tokens

@@ -8,6 +8,7 @@ messages.py      the messages to a rank: a step, copies of pages
 frames.py        messages on the socket between two ranks
 host_copies.py   HostCopies, RankHost: copies of pages between the pools of all ranks and the host tier
 rank_adapters.py LoRA adapters on ranks
+rank_documents.py copies of documents on ranks
 step_channel.py  StepChannel: messages in shared memory, from rank 0 to all others
 rank_process.py  the process of a rank: loads its part of the model, then repeats the steps of rank 0
 

@@ -31,15 +31,16 @@ from kvloom.combinations import refused
 from kvloom.core import CopyBatch, KVCache
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.execution import ModelRunner
-from kvloom.models.loading import LoadFormat, load
+from kvloom.models.loading import LoadFormat, check_ranks, load
 from kvloom.models.lora import LoraAdapter
-from kvloom.models.paged import Work
+from kvloom.models.paged import RotatedCopy, Work
 from kvloom.models.sharding import RankError, RankGroups
 
 from .frames import receive_frame, send_frame, send_length
 from .host_copies import HostCopies
 from .messages import (
     Copied,
+    CopyDocument,
     CopyPages,
     Failed,
     FromRank,
@@ -47,6 +48,7 @@ from .messages import (
     Prepare,
     RankStart,
     Ready,
+    SetSinks,
     Started,
     StepWriter,
     ToRank,
@@ -61,7 +63,7 @@ SETTINGS = (
     "rank_backend",
     *("block_tokens", "checkpoint_every"),
     *("token_budget", "max_running", "max_context", "kv_dtype", "cuda_graphs", "speculate", "draft_tokens"),
-    "kv_scales",
+    *("kv_scales", "text_only"),
     *("lora", "max_loras", "max_lora_rank", "lora_targets"),
 )
 """Settings that every rank must know."""
@@ -122,7 +124,8 @@ def load_ranks(
     `config` and `threads` configure the ranks. The other arguments are those of `load`.
     """
     if config.rank_count == 1:
-        return *load(model, dtype, device, load_format, progress), None
+        return *load(model, dtype, device, load_format, progress, text_only=config.text_only), None
+    check_ranks(model, config.tensor_parallel, load_format, config.text_only)
     group = RankGroup(model, config, dtype, device, load_format, threads)
     try:
         ranks = group.connect()
@@ -134,6 +137,7 @@ def load_ranks(
             progress,
             ranks=ranks,
             whole_output=bool(config.head),
+            text_only=config.text_only,
         )
         return *loaded, group
     except BaseException:
@@ -272,6 +276,14 @@ class RankGroup:
     def move_tokens(self, places: Many[npt.NDArray[np.int64]]) -> None:
         """Let all ranks move accepted tokens of draft trees. `places` are the places of `TokenMover`."""
         self._send(MoveTokens.of(places))
+
+    def copy_document(self, rotations: Many[int], plan: RotatedCopy) -> None:
+        """Let all ranks copy tokens of a document. `rotations` are those that rank 0 has found (`RotatedCopier`)."""
+        self._send(CopyDocument.of(rotations, plan))
+
+    def set_sinks(self, is_on: bool) -> None:
+        """Turn the attention sinks of all ranks on or off."""
+        self._send(SetSinks(is_on))
 
     def load_adapter(self, slot: int, adapter: LoraAdapter) -> None:
         """Let all ranks load their parts of a LoRA adapter into a slot, before the next step."""

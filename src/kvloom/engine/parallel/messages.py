@@ -17,10 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvloom.core import CopyBatch, KVCache
-from kvloom.models.paged import Work
+from kvloom.models.paged import RotatedCopy, Work
 
 __all__ = [
     "Copied",
+    "CopyDocument",
     "CopyHost",
     "CopyPages",
     "Failed",
@@ -30,6 +31,7 @@ __all__ = [
     "Prepare",
     "RankStart",
     "Ready",
+    "SetSinks",
     "ShareHost",
     "Started",
     "Step",
@@ -131,6 +133,36 @@ class MoveTokens(msgspec.Struct, frozen=True, tag=True, array_like=True):
         return [np.frombuffer(each, np.int64).reshape(4, -1).copy() for each in self.places]
 
 
+class CopyDocument(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A `RotatedCopy` of tokens of a document. `rotations` are the numbers of the layers' rotations."""
+
+    rotations: list[int]
+    source: bytes
+    target: bytes
+    first: int
+    at: int
+    count: int
+
+    @classmethod
+    def of(cls, rotations: Many[int], plan: RotatedCopy) -> CopyDocument:
+        """Return the message for a copy."""
+        source, target = (each.astype(np.int32).tobytes() for each in (plan.source, plan.target))
+        return cls(list(rotations), source, target, plan.first, plan.at, plan.count)
+
+    def read(self, columns: int) -> RotatedCopy:
+        """Return the copy. The block tables have `columns` page ids for each block."""
+        source, target = (
+            np.frombuffer(each, np.int32).reshape(columns, -1) for each in (self.source, self.target)
+        )
+        return RotatedCopy(source, target, self.first, self.at, self.count)
+
+
+class SetSinks(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Turn the attention sinks of the model on or off."""
+
+    is_on: bool
+
+
 class Prepare(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Capture all CUDA graphs."""
 
@@ -162,7 +194,9 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
     is_last: bool
 
 
-ToRank = Step | CopyPages | MoveTokens | Prepare | ShareHost | CopyHost | LoadAdapter
+ToRank = (
+    Step | CopyPages | MoveTokens | CopyDocument | SetSinks | Prepare | ShareHost | CopyHost | LoadAdapter
+)
 
 _WORK_FIELDS = (
     *("row", "serial", "count", "source", "replayed", "drafts", "rewrites", "skipped"),

@@ -36,6 +36,7 @@ from .frames import receive_frame, receive_length, send_frame
 from .host_copies import RankHost
 from .messages import (
     Copied,
+    CopyDocument,
     CopyHost,
     CopyPages,
     Failed,
@@ -44,6 +45,7 @@ from .messages import (
     MoveTokens,
     RankStart,
     Ready,
+    SetSinks,
     ShareHost,
     Started,
     Step,
@@ -51,6 +53,7 @@ from .messages import (
     ToRank,
 )
 from .rank_adapters import RankAdapters
+from .rank_documents import RankDocuments
 from .step_channel import StepChannel
 
 __all__ = ["main"]
@@ -103,7 +106,13 @@ def _load(link: socket.socket, start: RankStart) -> tuple[KVMemory, ModelRunner,
     ranks = RankGroups.connect(start.rank, *parts, Path(start.meeting), device, use_gloo)
     load_format: Any = start.load_format
     model, _ = load(
-        start.model, start.dtype, device, load_format, ranks=ranks, whole_output=bool(config.head)
+        start.model,
+        start.dtype,
+        device,
+        load_format,
+        ranks=ranks,
+        whole_output=bool(config.head),
+        text_only=config.text_only,
     )
     # Only rank 0 runs the head, but the pools of all ranks have its pages.
     head = load_head(config.head, model) if config.head else None
@@ -122,6 +131,7 @@ def _serve(
     adapters: RankAdapters,
 ) -> None:
     reader, mover = StepReader(kv.cache), TokenMover(kv.cache, kv.buffer, ranks.context)
+    documents = RankDocuments(kv.cache, runner, ranks)
     host = RankHost(
         kv.layout,
         kv.buffer,
@@ -137,6 +147,8 @@ def _serve(
             copy_pages(kv.buffer, message.page_stride, *message.page_ids)
         elif isinstance(message, MoveTokens):
             mover.move(message.read())
+        elif isinstance(message, CopyDocument | SetSinks):
+            documents.run(message)
         elif isinstance(message, ShareHost | CopyHost):
             host.run(message)
         elif isinstance(message, LoadAdapter):

@@ -2,6 +2,7 @@
 `SamplingRequest` part of a request.
 
     params.py            SamplingParams: sampling parameters of a request
+    defaults.py          GenerationDefaults: values of a model's generation config
     sampler.py           Sampler: one token for each position with logits
     logit_processors.py  penalties, biases and masks
     timestamps.py        TimestampRule: where Whisper may write time stamps
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .beam_search import BeamSearch, Successor, assign_slots
+    from .defaults import GenerationDefaults, bad_tokens
     from .detokenizer import Detokenizer, TextStream
     from .grammar import Grammar, GrammarBusyError, GrammarLimits, Grammars, GrammarState, collect, fill
     from .logit_processors import TokenCounts, apply_grammar_mask, to_device
@@ -34,6 +36,7 @@ __all__ = [
     "BeamSearch",
     "Detokenizer",
     "Finish",
+    "GenerationDefaults",
     "Grammar",
     "GrammarBusyError",
     "GrammarLimits",
@@ -52,6 +55,7 @@ __all__ = [
     "TokenLogprobs",
     "apply_grammar_mask",
     "assign_slots",
+    "bad_tokens",
     "collect",
     "fill",
     "to_device",
@@ -59,6 +63,7 @@ __all__ = [
 
 _MODULES = {
     "beam_search": ("BeamSearch", "Successor", "assign_slots"),
+    "defaults": ("GenerationDefaults", "bad_tokens"),
     "detokenizer": ("Detokenizer", "TextStream"),
     "grammar": (
         "Grammar",

@@ -167,7 +167,12 @@ class TextStream:
 
     def add(self, token: int, may_stop: bool = True) -> bool:
         """Add a token. Return whether a stop text is complete. With `may_stop` False, stop texts are ordinary text."""
-        return self._grow(self._detokenizer.add(token), may_stop)
+        new = self._detokenizer.add(token)
+        if self._stops:
+            return self._grow(new, may_stop)
+        if new:
+            self._parts.append(new)
+        return False
 
     def finish(self, may_stop: bool = True) -> bool:
         """End the text and release text that was held back. Return whether a stop text is complete."""

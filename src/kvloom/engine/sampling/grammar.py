@@ -122,7 +122,7 @@ class GrammarState:
         self.grammar.forget(self.key)
 
     def advance(self, token: int) -> bool:
-        """Advance by one token. Returns False if the grammar does not allow the token. The state has then failed
+        """Advance by one token. Return False if the grammar does not allow the token. The state has then failed
         permanently. Does not wait for the next mask.
         """
         self._settle()
@@ -172,7 +172,7 @@ class GrammarState:
         has the state after each node. This state does not change.
 
         The masks of the new states are pending. If a token is not allowed, the states after it fail when their masks
-        arrive. Returns [] if this state has failed, or if the first token of a chain (without `parents`) is not
+        arrive. Return [] if this state has failed, or if the first token of a chain (without `parents`) is not
         allowed.
         """
         self._settle()
@@ -302,7 +302,7 @@ class Grammar:
             self.unsent.clear()  # the process has ended; the parent process reports why
 
     def receive(self) -> bool:
-        """Read and apply the answers that have arrived. Returns False if the process closed the socket."""
+        """Read and apply the answers that have arrived. Return False if the process closed the socket."""
         assert self.link is not None
         open_ = False
         try:

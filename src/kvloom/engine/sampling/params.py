@@ -136,7 +136,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether logits depend on earlier tokens."""
+        """Whether any penalty is set."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     @property

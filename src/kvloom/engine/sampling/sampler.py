@@ -273,9 +273,8 @@ class Sampler:
 
 
 def _floor(ordered: torch.Tensor, draw: _Draw) -> torch.Tensor:
-    """Return, for each request, the smallest logit that a sampled token may have ([rows, 1]). This limit follows from
-    the sorted logits, `top_k`, `top_p` and `min_p`. If several tokens have exactly this logit, all of them may be
-    sampled.
+    """Return the smallest logit that a sampled token may have, for each request ([rows, 1]). `top_k`, `top_p` and
+    `min_p` define this limit. All tokens with exactly this logit may be sampled.
     """
     outside = torch.arange(ordered.shape[1], device=ordered.device) >= draw.k
     share = ordered.masked_fill(outside, -math.inf).softmax(-1)

@@ -6,6 +6,7 @@ admission.py      Admission: whether a request fits the pool, given the projecte
 slo_gate.py       SloGate: whether a request meets its objective; else it waits, or is refused
 feasibility.py    Feasibility: refuses requests that can never run
 document_reuse.py DocumentReuse: copies the K and V of documents instead of computing them
+chunk_size.py     ChunkSize: prompt tokens of a step, for objectives of decoding requests
 step_limit.py     StepLimit: tokens of a step that several tenants share
 preemption.py     choose_victim: the running request that releases its pages
 lookahead.py      Lookahead: protects cached pages of queued requests

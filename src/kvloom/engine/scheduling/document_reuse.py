@@ -23,19 +23,17 @@ import numpy.typing as npt
 from kvloom.combinations import refused
 from kvloom.core import CacheControl, KVCache, Match
 from kvloom.engine.request import Document, Request
-from kvloom.models.paged import RotatedCopier
 
 __all__ = ["DocumentReuse"]
 
 
 class DocumentReuse:
     """Copies documents between the sequences of one cache. A request computes the first `share` (a fraction) of each
-    document's tokens itself. `apply_copies` runs the pending copies of pages."""
+    document's tokens itself. `copy` has the arguments of `RotatedCopier.plan`, and copies tokens on all ranks after the
+    pending copies of pages."""
 
-    def __init__(
-        self, cache: KVCache, copier: RotatedCopier, share: float, apply_copies: Callable[[], None]
-    ) -> None:
-        self._cache, self._copier, self._share, self._apply_copies = cache, copier, share, apply_copies
+    def __init__(self, cache: KVCache, copy: Callable[[int, int, int, int, int], None], share: float) -> None:
+        self._cache, self._copy, self._share = cache, copy, share
         self._computing: dict[bytes, Request] = {}
         self.reused_tokens = 0
         """Number of tokens that were copied from documents."""
@@ -81,7 +79,7 @@ class DocumentReuse:
         return [(ids, control, key) for key, (ids, control) in found.items()]
 
     def computing(self, key: bytes) -> Request | None:
-        """Return the request that computes the document `key`. Returns None if there is none, or if it has finished."""
+        """Return the request that computes the document `key`. Return None if there is none, or if it has finished."""
         found = self._computing.get(key)
         return None if found is None or found.finish_reason is not None else found
 
@@ -113,8 +111,7 @@ class DocumentReuse:
             if sequence.extend(count):
                 self.missed += 1
                 return
-            self._apply_copies()
-            self._copier.copy(source.row, at - document.start, sequence.row, at, count)
+            self._copy(source.row, at - document.start, sequence.row, at, count)
         finally:
             source.close()
         sequence.stop_publishing()

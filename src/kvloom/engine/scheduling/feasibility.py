@@ -30,9 +30,9 @@ class Feasibility:
         self._slabs_for = lru_cache(4096)(self._most_slabs)
 
     def check(self, request: Request, reachable_slabs: int = 0) -> bool:
-        """Raise ValueError for a request that can never run. Return whether the request needs cold pages (pages in host
-        memory) at its largest length, because the pool or the quota of its tenant is too small. If `reachable_slabs` is
-        larger than the pool, the check assumes a pool of `reachable_slabs` slabs.
+        """Raise ValueError for a request that can never run. Return whether the pool or the tenant's quota is too
+        small for the largest length of the request. The request then needs cold pages (pages in host memory). If
+        `reachable_slabs` is larger than the pool, the check assumes a pool of `reachable_slabs` slabs.
         """
         slab, may_be_long = self.cache.layout.slab_bytes, False
         quota = self.cache.account(request.control.tenant).tenant.quota

@@ -84,7 +84,8 @@ class Lookahead:
         before each chunk of the prompt, because new requests may have arrived.
 
         If tiers have the pages up to a later position but lack the checkpoint there, the prompt also takes a
-        checkpoint at that position. Does nothing for models without windows and states, because they can resume at
+        checkpoint at that position. A prompt with copied documents takes one before the first copy, because its later
+        pages are not published. Does nothing for models without windows and states, because they can resume at
         any position.
         """
         sequence, cache = request.sequence, self._cache
@@ -96,6 +97,8 @@ class Lookahead:
         )
         if request.tier_miss is not None and request.tier_miss.matched > start:
             positions[request.tier_miss.matched] += 1
+        if request.documents and (first := request.documents[0].copied_from // block * block) > start:
+            positions[first] += 1
         del positions[0]  # no effect without such a position
         pending = sum(position % block == 0 for position in sequence.checkpoint_positions)
         for position, _ in positions.most_common(max(0, MAX_CHECKPOINTS - pending)):

@@ -12,6 +12,8 @@ from kvloom.models.paged import Work
 __all__ = ["RANK", "Scheduled", "awaits_progress", "choose_victim"]
 
 Scheduled = tuple[Request, Work]
+STUCK_PREEMPTIONS = 4
+"""A request with so many preemptions since its last new token is stuck."""
 RANK = attrgetter("rank")
 
 
@@ -38,11 +40,16 @@ def choose_victim(
     |------------------------|-------------------------------------------------------------------------------------|
     | with work in this step | never                                                                               |
     | of the same tenant     | it ranks after `request`, or is a parked beam                                       |
-    | of another tenant      | its tenant uses more than its guaranteed share of the pool, and one of these holds: |
+    | of another tenant      | its tenant uses more than its guaranteed share of the pool (or, if `request` is     |
+    |                        | stuck and the share is not firm, any part of the pool), and one of these holds:     |
     |                        | 1. it arrived later than `request`                                                  |
     |                        | 2. it is a parked beam                                                              |
     |                        | 3. its tenant is above its fair share, the tenant of `request` is not, and          |
     |                        |    `awaits_progress` is False                                                       |
+
+    Two requests that do not fit into the pool together could preempt each other without end, if neither may use the
+    guaranteed share of the other tenant. A request that is stuck may therefore preempt every later request, so the
+    earliest request always ends.
 
     A parked beam waits for the other beams of its search. The guaranteed share of a tenant follows from the
     weights of all tenants (see `Tenant`). The fair share follows from the weights of the tenants that have
@@ -63,6 +70,7 @@ def choose_victim(
         cache.exceeds_quota(request.sequence, count),
     )
     within_share = excess(request) <= 0
+    is_stuck = awaits_progress(request) and request.fruitless_preemptions >= STUCK_PREEMPTIONS
     best: tuple[tuple[float, tuple[int, int]], Request] | None = None
     for other in others:
         account, above = cache.account(other.control.tenant), 0.0
@@ -70,7 +78,8 @@ def choose_victim(
             may = other.rank > request.rank or other.parked
         else:
             above = max(0.0, excess(other)) if within_share and not awaits_progress(other) else 0.0
-            may = not quota_is_short and account.counted > account.guaranteed
+            is_guaranteed = account.counted <= account.guaranteed
+            may = not quota_is_short and (not is_guaranteed or (is_stuck and not account.tenant.firm))
             may = may and (above > 0 or other.order > request.order or other.parked)
         if may and (best is None or (above, other.rank) > best[0]):
             best = (above, other.rank), other

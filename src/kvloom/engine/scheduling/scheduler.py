@@ -31,6 +31,7 @@ from kvloom.engine.sampling import Finish, Successor, assign_slots
 from kvloom.models.paged import Work
 
 from .admission import Admission
+from .chunk_size import ChunkSize
 from .document_reuse import DocumentReuse
 from .feasibility import Feasibility
 from .lookahead import Lookahead
@@ -56,6 +57,9 @@ MAX_WITHOUT_SLOT = 256
 step admits no more requests."""
 SHARED_STEPS = 4
 """With several tenants, a step computes at most 1 / SHARED_STEPS of the token budget."""
+LIMITED_SECONDS = 10.0
+"""Seconds after a step with requests of several tenants in which the limit of a step still applies, even if one tenant
+is alone. Otherwise a tenant with one short request after another would wait for a long step each time."""
 MAX_PREEMPTED = 16
 """Largest number of requests that a step preempts for other tenants."""
 
@@ -72,6 +76,7 @@ class Scheduler:
         max_running: int = 256,
         offload: OffloadManager | None = None,
         adapters: AdapterTable | None = None,
+        is_chunk_fixed: bool = False,
     ) -> None:
         if token_budget < 1 or max_running < 1:
             raise ValueError(
@@ -104,10 +109,13 @@ class Scheduler:
         self._queue = WaitingQueue(cache.inspect.accounts)
         self.slo = SloGate(cache, self._queue, self._match)
         """Decides about requests with an objective."""
+        self.chunk = ChunkSize(self.slo.admission, is_chunk_fixed)
+        """Limits the prompt tokens of a step for objectives of decoding requests."""
         self._several = len(cache.inspect.accounts) > 1
         self.step_limit = StepLimit(max(1, token_budget // SHARED_STEPS)) if self._several else None
         """Limits the tokens of a step. None with one tenant."""
         self._shares: dict[TenantQueue, float] = {}  # shares of active tenants, if there are several tenants
+        self._limited_until = 0.0  # time until which the limit of a step applies to decoding requests
         self._lookahead = Lookahead(cache, self._queue, self._match)
         self._unsettled: list[Scheduled] = []  # finished requests whose recurrent states lack the last tokens
         self._settling: list[Scheduled] = []  # unsettled requests that are part of this step
@@ -158,7 +166,7 @@ class Scheduler:
         """Queue a request. If the SLO gate predicts that the request misses its objective, hold or refuse the request
         instead."""
         if request.slo is not None:
-            limits = self.token_budget, self.max_running
+            limits = self.chunk.tokens or self.token_budget, self.max_running
             verdict = self.slo.decide(request, self.running, limits, self.admission, self.offload)
             if verdict is Verdict.REFUSE:
                 self.finish(request, "slo")
@@ -205,11 +213,12 @@ class Scheduler:
         alone = self.running[0] if len(self.running) == 1 else None
         if self.offload is None:  # with tiers, protection is not needed: evicted pages can be loaded again
             self._lookahead.protect_queued()
-        decodes = self._shared_part(decodes) if self._shares else decodes
+        if self._several and self.cache.clock.now() < self._limited_until:
+            decodes = self._shared_part(decodes)
         self._decode(decodes, picked, places, drafts or {})
         picked += settling
         self.decoding = first = len(picked)
-        budget = self.token_budget if self.step_limit is None else self._shared_budget(prompts)
+        budget = self._prompt_budget(decodes, prompts)
         if self._shares and prompts:
             prompts.sort(key=lambda request: self._queue.tenant_queue(request).service)
             least = self._queue.tenant_queue(prompts[0]).turn
@@ -435,6 +444,7 @@ class Scheduler:
         self._shares = {tenant: tenant.weight / total for tenant in tenants} if len(tenants) > 1 else {}
         if not self._shares:
             return
+        self._limited_until = self.cache.clock.now() + LIMITED_SECONDS
         free, left = self.max_running - len(self.running), MAX_PREEMPTED
         for tenant in sorted((tenant for tenant in tenants if tenant.heap), key=lambda tenant: tenant.turn):
             short, tenant.short = tenant.short, 0
@@ -472,16 +482,20 @@ class Scheduler:
             decodes[place].decode_turn = self._decode_turns
         return [decodes[place] for place in sorted(part)]
 
-    def _shared_budget(self, prompts: list[Request]) -> int:
-        """Return the largest number of prompt tokens of a step that several tenants share. The number is smaller than
-        the usual budget, so that a new tenant starts sooner. With images, the number is the usual budget, because an
-        image that must not be split may need a large step.
+    def _prompt_budget(self, decoding: list[Request], prompts: list[Request]) -> int:
+        """Return the largest number of prompt tokens of a step that decodes the requests in `decoding`. The number is
+        smaller than the token budget in two cases: decoding requests have an objective for the time between tokens, or
+        several tenants share the step, so that a new tenant starts sooner. With images, the number is the token budget,
+        because an image that must not be split may need a large step.
         """
-        assert self.step_limit is not None
-        heads = (tenant.heap[0][1] for tenant in self._queue.active() if tenant.heap)
-        if any(request.images is not None for request in chain(prompts, heads)):
+        if self.step_limit is None and not self.slo.has_open:
+            return self.chunk.choose(self.token_budget, (), ())
+        heads = [tenant.heap[0][1] for tenant in self._queue.active() if tenant.heap]
+        coming = [*prompts, *heads]
+        if any(request.images is not None for request in coming):
             return self.token_budget
-        return self.step_limit.tokens
+        budget = self.chunk.choose(self.token_budget, decoding, coming)
+        return budget if self.step_limit is None else min(budget, self.step_limit.tokens)
 
     def _preempt_above(self, excess: Callable[[TenantQueue], float], spared: set[TenantQueue]) -> bool:
         """Preempt one request of the tenant that exceeds its share most, relative to its weight. Return whether a
@@ -743,7 +757,7 @@ class Scheduler:
         if request.cached_tokens is None:
             request.count_cached(request.computed - request.reused_tokens)
             if len(self.cache.roots) <= MAX_ROOTS:
-                request.other_tenant_has_more = self.cache.explain(match).reason == "other tenant"
+                request.in_other_tenant = self.cache.explain(match).reason == "other tenant"
             request.looked_up, request.started = looked_up, self.cache.clock.now()
             self.started_requests.append(request)
         if self.offload is not None:
@@ -866,7 +880,7 @@ class Scheduler:
         if not count:
             return 0  # an image that must stay whole waits for a larger step
         while pages := sequence.extend(count):
-            if self._make_cold(request, -(-pages // max(1, len(self.cache.full_columns))), count):
+            if self._make_cold(request, -(-pages // max(1, len(self.cache.cold.columns))), count):
                 continue
             victim = None
             if preempt:
@@ -975,6 +989,8 @@ class Scheduler:
         parked = request.parked
         began = request.computed > request.sequence.resumed
         request.preemptions += began
+        grown = len(request.tokens) > request.tokens_when_preempted
+        request.fruitless_preemptions = 1 if grown else request.fruitless_preemptions + 1
         request.tokens_when_preempted = len(request.tokens)
         if began:
             request.looked_in_tiers = None  # tiers may get the released pages

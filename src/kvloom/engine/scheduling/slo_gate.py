@@ -49,6 +49,11 @@ class SloGate:
         self._next_check = self._last_step = 0.0
         self._open: list[Request] = []  # admitted requests with an objective that have not finished
 
+    @property
+    def has_open(self) -> bool:
+        """Whether an admitted request with an objective has not finished."""
+        return bool(self._open)
+
     def observe_step(self, size: StepSize, seconds: float) -> None:
         """Update the estimates with a step that has just ended. The step had the amounts of work `size`, and took
         `seconds`."""
@@ -132,7 +137,7 @@ class SloGate:
         self, request: Request, growth: Admission | None, offload: OffloadManager | None, waited: float
     ) -> PromptWork | None:
         """Return the work of a request's prompt: the number of tokens that neither pool nor tiers have, and the
-        seconds to load the hits from tiers. Returns None while tiers look up the pages, at most for LOOKUP_SECONDS.
+        seconds to load the hits from tiers. Return None while tiers look up the pages, at most for LOOKUP_SECONDS.
         """
         match = self._match(request)
         size, seconds = len(request.tokens), 0.0
@@ -191,8 +196,8 @@ class SloGate:
         """Return the waiting requests that are probably scheduled before a request, and all others.
 
         Requests of the same tenant come before `request` if their rank is smaller. Let T be the number of tokens that
-        these requests and `request` must compute. From another tenant, the first requests come before `request`, up to
-        a total of T * (weight of the other tenant / weight of this tenant) tokens.
+        these requests and `request` must compute. The first requests of another tenant come before `request`, up to T
+        * (weight of the other tenant / weight of this tenant) tokens in total.
         """
         waiting = sorted((one for one in self._queue if one is not request), key=lambda one: one.rank)
         mine = self._queue.tenant_queue(request)

@@ -131,7 +131,7 @@ class WaitingQueue:
         """Remove the next request from the queue and return it. Considers only tenants that are not in `passed` and
         whose `turn` is before `below`.
 
-        Returns None if these tenants have no request that can start. A request whose last sampled token has not arrived
+        Return None if these tenants have no request that can start. A request whose last sampled token has not arrived
         on the host cannot start.
         """
         tenants = [tenant for tenant in self._active if tenant not in passed and tenant.turn < below]
@@ -204,7 +204,7 @@ def common_prefix(one: Request, other: Request, start: int, block: int) -> int:
     computed its tokens before `start`. After `one` has computed this prefix, `other` can resume at the end of the
     prefix.
 
-    Returns 0 if the two requests differ in the block at `start`, or if `other` cannot use cached pages of
+    Return 0 if the two requests differ in the block at `start`, or if `other` cannot use cached pages of
     `one`. Also returns 0 if `other` begins with all tokens of `one`, because the two requests then do not
     diverge.
     """

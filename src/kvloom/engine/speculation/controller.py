@@ -5,7 +5,8 @@
                 moving averages for each request and proposer. A head estimates a probability of acceptance (chance)
                 for each node of a tree. For trees, the second estimate is instead the number of accepted tokens
                 divided by the sum of the chances
-    length      the draft lengths with the largest expected number of tokens per second
+    length      draft tokens are added in the order of their probability of acceptance, over all requests, up to the
+                number with the largest expected tokens per second. A request with a low estimate gets none
     on or off   a proposer is used if it is expected to give GAIN times the tokens per second of plain steps
 
 A large batch keeps the device busy without drafts. Each draft token then takes as long as a request's own token,
@@ -20,6 +21,9 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
 
 from .draft import Draft
 
@@ -40,8 +44,15 @@ PRIOR = 0.7
 """Acceptance assumed of a proposer that has not been tried."""
 WEIGHT = 0.15
 """Weight of the newest measurement in a moving average."""
+OVERALL_WEIGHT = 0.03
+"""Weight of the newest measurement in the estimate of a proposer, with which new requests start. It is an average over
+several requests, so that one request with bad drafts does not turn drafts off for the next one."""
+DRIFT = 0.02
+"""In each step, the estimate of a request without a draft moves by this share towards the estimate of the proposer, if
+that is higher. The request is therefore tried again."""
+PROBE_TOKENS, PROBE_REQUESTS = 2, 8
+"""Largest number of tokens in a draft of a probe, and of requests with such drafts."""
 LEAST, MOST = 0.02, 0.98
-LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]
 """Step sizes in tokens for which an average time is stored. Times of other sizes are interpolated."""
 
@@ -68,21 +79,21 @@ class Estimate:
         """The probability that a request gets a draft and that the first token of the draft is accepted."""
         return self.found * self.chance
 
-    def observe(self, drafted: int, accepted: int) -> None:
+    def observe(self, drafted: int, accepted: int, weight: float = WEIGHT) -> None:
         """Add a measurement: `accepted` of `drafted` tokens were accepted. 0 drafted tokens mean that the proposer had
         no draft. Draft tokens after the first rejected token do not count.
         """
-        self.found += WEIGHT * ((drafted > 0) - self.found)
+        self.found += weight * ((drafted > 0) - self.found)
         if drafted:
             tried = min(drafted, accepted + 1)
-            self.chance += (1 - (1 - WEIGHT) ** tried) * (accepted / tried - self.chance)
+            self.chance += (1 - (1 - weight) ** tried) * (accepted / tried - self.chance)
 
-    def observe_tree(self, expected: float, accepted: int) -> None:
+    def observe_tree(self, expected: float, accepted: int, weight: float = WEIGHT) -> None:
         """Record the result of a draft tree. `accepted` is the number of accepted tokens. `expected` is the sum of the
         head's probabilities of acceptance (`Draft.chances`)."""
-        self.found += WEIGHT * (1 - self.found)
+        self.found += weight * (1 - self.found)
         share = accepted / max(expected, LEAST)
-        self.chance += (1 - (1 - WEIGHT) ** expected) * (share - self.chance)
+        self.chance += (1 - (1 - weight) ** expected) * (share - self.chance)
 
 
 class Acceptance:
@@ -104,7 +115,7 @@ class Acceptance:
     def observe(self, known: dict[str, Estimate], proposer: str, drafted: int, accepted: int) -> None:
         """Add a measurement (see `Estimate.observe`) to the estimates of the request (`known`) and of the proposer."""
         self.own(known, proposer).observe(drafted, accepted)
-        self._overall.setdefault(proposer, Estimate()).observe(drafted, accepted)
+        self._overall.setdefault(proposer, Estimate()).observe(drafted, accepted, OVERALL_WEIGHT)
 
     def observe_draft(self, known: dict[str, Estimate], proposer: str, draft: Draft, accepted: int) -> None:
         """Like `observe`, for the draft `draft`, of which `accepted` tokens were accepted."""
@@ -112,7 +123,16 @@ class Acceptance:
             self.observe(known, proposer, len(draft.tokens), accepted)
             return
         self.own(known, proposer).observe_tree(sum(draft.chances), accepted)
-        self._overall.setdefault(proposer, Estimate()).observe_tree(sum(draft.chances), accepted)
+        self._overall.setdefault(proposer, Estimate()).observe_tree(
+            sum(draft.chances), accepted, OVERALL_WEIGHT
+        )
+
+    def drift(self, known: dict[str, Estimate], proposer: str) -> None:
+        """For a request without a draft: if the proposer's estimate is higher, move the request's by DRIFT of the gap."""
+        if proposer in known:
+            known[proposer].chance += DRIFT * max(
+                0.0, self._overall[proposer].chance - known[proposer].chance
+            )
 
     def own(self, known: dict[str, Estimate], proposer: str) -> Estimate:
         """Return the request's own estimate from `known`. If there is none, add a copy of the proposer's estimate to
@@ -132,40 +152,44 @@ class StepCosts:
 
     def __init__(self, others: StepCosts | None = None) -> None:
         self._seconds: dict[int, float] = {}
+        self._counts: dict[int, int] = {}
         self._others = others
 
     def observe(self, tokens: int, seconds: float) -> None:
-        size = SIZES[max(0, bisect_right(SIZES, tokens) - 1)]
-        before = self._seconds.get(size)
-        if before is None:
-            self._seconds[size] = seconds
-        else:  # a pause of the machine counts at most as twice the average
-            self._seconds[size] = before + WEIGHT * (min(seconds, 2 * before) - before)
+        size = _size_of(tokens)
+        count = self._counts[size] = self._counts.get(size, 0) + 1
+        # The first measurements have equal weights, because the very first step of a size is often slow. A pause of
+        # the machine counts at most as twice the average.
+        before = self._seconds.get(size, seconds)
+        self._seconds[size] = before + max(WEIGHT, 1 / count) * (min(seconds, 2 * before) - before)
 
     def knows(self, tokens: int) -> bool:
         """Return whether a step of about this size was measured."""
-        return SIZES[max(0, bisect_right(SIZES, tokens) - 1)] in self._seconds
+        return _size_of(tokens) in self._seconds
 
     def seconds(self, tokens: int) -> float:
-        """Return the expected seconds of a step of `tokens` tokens, or 0 if no step was measured.
+        """Return the expected seconds of a step of `tokens` tokens, or 0 if no step was measured."""
+        return float(self.seconds_of(np.array([tokens]))[0])
 
-        Interpolates between measured sizes. Beyond the largest measured size, assumes a slow growth, so that the
-        controller tries larger steps. A larger step never gets less time than a smaller step."""
+    def seconds_of(self, tokens: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return the expected seconds of steps of `tokens` tokens, or zeros if no step was measured.
+
+        Interpolates between measured sizes. Beyond the largest measured size, assumes that a quarter of the time grows
+        with the tokens, so that larger steps are tried and measured. A step never gets more time than a larger step:
+        an old measurement of a small step may be too high."""
         measured = self._seconds if self._others is None else self._others._seconds | self._seconds
-        known = sorted(measured)
-        if not known:
-            return 0.0
-        at = bisect_right(known, tokens)
-        if not at:
-            return measured[known[0]]
-        low = known[at - 1]
-        below = measured[low]
-        if at == len(known):
-            # Not measured: assume that half of the time grows with the tokens, so that this size is tried and measured.
-            return below * (1 + 0.25 * (tokens - low) / max(low, 8))
-        high = known[at]
-        above = max(below, measured[high])
-        return below + (above - below) * (tokens - low) / (high - low)
+        if not measured:
+            return np.zeros(len(tokens))
+        sizes = np.array(sorted(measured), dtype=np.float64)
+        seconds = np.minimum.accumulate(np.array([measured[size] for size in sizes])[::-1])[::-1]
+        beyond = np.maximum(0.0, tokens - sizes[-1]) / max(sizes[-1], 8)
+        expected: npt.NDArray[np.float64] = np.interp(tokens, sizes, seconds) * (1 + 0.25 * beyond)
+        return expected
+
+
+def _size_of(tokens: int) -> int:
+    """Return the size in `SIZES` to which a step of `tokens` tokens belongs."""
+    return SIZES[max(0, bisect_right(SIZES, tokens) - 1)]
 
 
 @dataclass(slots=True)
@@ -196,6 +220,8 @@ class Controller:
         self.acceptance = Acceptance()
         self.reasons: dict[str, str] = {}
         """The last decision about each proposer, with its figures, as text."""
+        self.longest: dict[str, int] = {}
+        """The longest draft of each proposer by its last decision. 0 while the proposer is off."""
         self._lookups = frozenset(lookups)
         self._proposing: dict[str, float] = {}  # seconds per request of a lookup, else per draft token
         # Mean chance of the best node of a tree, of the second best node, ….
@@ -238,11 +264,16 @@ class Controller:
 
     def review(self, proposer: str, value: float) -> None:
         """Let the controller decide again about a proposer that is off, if `value` has risen by RISE since the proposer
-        was turned off. `value` is the mean `Estimate.value`. For a lookup proposer, `value` is the mean share of draft
-        tokens that equal the output, over drafts that no step verified."""
+        was turned off. A draft model or head is probed, if it stays off. `value` is the mean `Estimate.value`. For a
+        lookup proposer, `value` is the mean share of draft tokens that equal the output, over drafts that no step
+        verified."""
         off = self._off.get(proposer)
-        if off is not None and value > off.value + RISE:
+        if off is None or value <= off.value + RISE:
+            return
+        if proposer in self._lookups:
             del self._off[proposer]
+        else:
+            off.steps = PROBE_STEPS
 
     def lengths(
         self,
@@ -271,45 +302,67 @@ class Controller:
         probes = proposer in self._off
         base = self.costs.seconds(plain)
         rate = plain / base if base else math.inf
-        best, best_rate = none, rate
-        by_rank = self._chances.get(proposer)
-        for length in LENGTHS:
-            if length > max(most, default=0) and best_rate > rate:
-                break
-            drafts = [min(length, n) for n in most]
-            if by_rank is None:
-                drafts = [_worth(one.chance, n) for one, n in zip(estimates, drafts, strict=True)]
-            drafts = self.share(drafts, rows)
-            pairs = list(zip(estimates, drafts, strict=True))
-            if by_rank is None:
-                gained = sum(one.found * _expected(one.chance, n) for one, n in pairs)
-            else:
-                gained = sum(one.found * one.chance * sum(by_rank[:n]) for one, n in pairs)
-            tokens = plain + sum(one.found * n for one, n in pairs) + (gained if replays else 0)
-            seconds = self._waiting.seconds(round(tokens))
-            units = count if proposer in self._lookups else max(drafts, default=0)
-            if by_rank is not None:
-                units = 1  # the size of a tree hardly changes the time to propose it
-            seconds += self._proposing.get(proposer, 0.0) * units
-            if seconds and (plain + gained) / seconds > best_rate:
-                best, best_rate = drafts, (plain + gained) / seconds
+        best, best_rate = self._best_lengths(proposer, estimates, most, min(rows, sum(most)), plain, replays)
         found = sum(one.found for one in estimates) / max(1, count)
         chance = sum(one.chance for one in estimates) / max(1, count)
-        figures = f"drafts for {found:.0%}, acceptance {chance:.2f}"
+        figures = f"{found:.0%} of them have a draft, {chance:.0%} of draft tokens are accepted"
         if best_rate > GAIN * rate:
             self._off.pop(proposer, None)
+            self.longest[proposer] = max(best)
             self.reasons[proposer] = (
-                f"on: up to {sum(best)} draft tokens for {plain} requests, {figures}, "
-                f"expects {best_rate / rate:.2f} times the tokens per second"
+                f"on: up to {sum(best)} draft tokens for {plain} requests; {figures}; "
+                f"expected speed: {best_rate / rate:.2f} times"
             )
             return best
+        self.longest[proposer] = 0
         self._off[proposer] = _TurnedOff(count, sum(one.value for one in estimates) / max(1, count))
         self.reasons[proposer] = (
-            f"off: {plain} requests, {figures}; drafts would give "
-            f"{best_rate / rate:.2f} times the tokens per second"
+            f"off: {plain} requests; {figures}; expected speed with drafts: {best_rate / rate:.2f} times"
         )
-        # A probe verifies one draft token of each request, to measure whether drafts are now worth their cost.
-        return self.share([min(1, n) for n in most], rows) if probes else none
+        if not probes:
+            return none
+        # A probe verifies a few short drafts, to measure whether drafts are now worth their cost.
+        tried = sorted(range(count), key=lambda i: -estimates[i].value)[:PROBE_REQUESTS]
+        return self.share([min(PROBE_TOKENS, n) * (i in tried) for i, n in enumerate(most)], rows)
+
+    def _best_lengths(
+        self,
+        proposer: str,
+        estimates: Sequence[Estimate],
+        most: Sequence[int],
+        rows: int,
+        plain: int,
+        replays: bool,
+    ) -> tuple[list[int], float]:
+        """Return the draft lengths with the largest expected tokens per second, and this rate. The arguments are those
+        of `lengths`. `plain` is the number of tokens of the step without drafts."""
+        count, longest = len(estimates), max(most, default=0)
+        if rows < 1 or not longest:
+            return [0] * count, 0.0
+        chance = np.array([one.chance for one in estimates])[:, None]
+        found = np.array([one.found for one in estimates])
+        by_rank = self._chances.get(proposer)
+        depth = np.arange(1, longest + 1)
+        if by_rank is None:
+            accepted = np.clip(chance, 0.0, MOST) ** depth
+        else:
+            accepted = chance * np.pad(
+                np.minimum.accumulate(by_rank)[:longest], (0, max(0, longest - len(by_rank)))
+            )
+        accepted = np.where(depth <= np.array(most)[:, None], accepted, -1.0)
+        order = np.argsort(-accepted, axis=None, kind="stable")[:rows]
+        request, place = np.divmod(order, longest)
+        gained = np.cumsum(accepted.ravel()[order] * found[request])
+        tokens = plain + np.cumsum(found[request]) + (gained if replays else 0.0)
+        units: float | npt.NDArray[np.int64] = 1  # the size of a tree hardly changes the time to propose it
+        if proposer in self._lookups:
+            units = count
+        elif by_rank is None:
+            units = np.maximum.accumulate(place + 1)
+        seconds = self._waiting.seconds_of(tokens) + self._proposing.get(proposer, 0.0) * units
+        rates = (plain + gained) / np.maximum(seconds, 1e-9)
+        best = int(rates.argmax())
+        return np.bincount(request[: best + 1], minlength=count).tolist(), float(rates[best])
 
     def observe_step(self, tokens: int, seconds: float, waited: bool = False) -> None:
         """Update the average time of decode steps of `tokens` tokens. The step must have no prompt tokens. `waited`
@@ -351,15 +404,3 @@ class Controller:
                     drafts[i] -= 1
                     excess -= 1
         return drafts
-
-
-def _worth(chance: float, length: int) -> int:
-    """Return how many of the first `length` draft tokens are accepted with a probability of at least LEAST."""
-    chance = min(max(chance, LEAST), MOST)
-    return min(length, int(math.log(LEAST) / math.log(chance)))
-
-
-def _expected(chance: float, length: int) -> float:
-    """Return the expected number of accepted tokens of a draft: a + a² + … + a^length, where a is `chance`."""
-    chance = min(max(chance, 0.0), MOST)
-    return chance * (1 - chance**length) / (1 - chance)

@@ -85,7 +85,8 @@ class Speculation:
     """Proposes drafts for the running requests. A request gets the draft of the first proposer that has one for it.
 
     A step samples at most at `rows` positions. A draft has at most `draft_tokens` tokens (None means DRAFT_TOKENS). If
-    `tree_nodes` is not 0, heads draft trees of up to this many tokens."""
+    `tree_nodes` is not 0, heads draft trees of up to this many tokens. With `is_fixed`, every draft has the largest
+    length."""
 
     def __init__(
         self,
@@ -94,13 +95,14 @@ class Speculation:
         ends: Iterable[int],
         rows: int,
         tree_nodes: int = 0,
+        is_fixed: bool = False,
     ) -> None:
         self.proposers, self.rows = list(proposers), rows
         self.draft_tokens, self.tree_nodes = draft_tokens, tree_nodes
         self.ends = frozenset(ends)
         self.stats = SpeculationStats()
         lookups = [proposer.name for proposer in proposers if proposer.is_lookup]
-        self.controller: Controller | None = Controller(lookups)
+        self.controller: Controller | None = None if is_fixed else Controller(lookups)
         """Decides the lengths of drafts. Without a controller (None), every draft has the largest length."""
         self._new_tokens = 0  # tokens that the last finished step added
         self._proposing = 0.0  # seconds of proposers since the last finished step
@@ -144,15 +146,26 @@ class Speculation:
         self._await_masks(drafts)
         return {key: draft for key, draft in drafts.items() if draft.tokens}
 
+    @property
+    def longest(self) -> int:
+        """The largest number of draft tokens of a request in one step, by the last decisions of the controller."""
+        if self.controller is not None:
+            return max(self.controller.longest.values(), default=0)
+        return max((self._longest_of(proposer) for proposer in self.proposers), default=0)
+
+    def _longest_of(self, proposer: Proposer) -> int:
+        """Return the largest number of draft tokens that a proposer may give a request in one step."""
+        if self.tree_nodes and proposer.name in HEADS:
+            return self.tree_nodes
+        return self.draft_tokens or DRAFT_TOKENS.get(proposer.name, OTHER_DRAFT_TOKENS)
+
     def _ask(
         self, proposer: Proposer, waiting: list[tuple[DraftedRequest, int]], left: int, others: int
     ) -> list[tuple[DraftedRequest, list[int] | Draft]]:
         """Return the drafts of one proposer. The controller chooses their lengths. `waiting` has the requests without
         a draft, each with the length of its longest possible draft. All drafts together have at most `left` tokens.
         `others` is the number of tokens of other requests in the step."""
-        longest = self.draft_tokens or DRAFT_TOKENS.get(proposer.name, OTHER_DRAFT_TOKENS)
-        if self.tree_nodes and proposer.name in HEADS:
-            longest = self.tree_nodes
+        longest = self._longest_of(proposer)
         most, controller = [min(longest, n) for _, n in waiting], self.controller
         if controller is None:
             lengths = Controller.share(most, left)
@@ -168,6 +181,10 @@ class Speculation:
         asked = [(request, n) for (request, _), n in zip(waiting, lengths, strict=True) if n]
         if not asked:
             return []
+        if controller is not None and not proposer.is_lookup:
+            for (request, _), n in zip(waiting, lengths, strict=True):
+                if not n:
+                    controller.acceptance.drift(request.estimates, proposer.name)
         started = time.perf_counter()
         made = proposer.propose([request for request, _ in asked], [n for _, n in asked])
         if controller is not None:

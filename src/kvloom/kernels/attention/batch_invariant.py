@@ -89,7 +89,7 @@ class _BatchInvariantPlan:
         exactly = {"enable_fp_fusion": False} if q.is_cuda else {}
         return {
             "HEADS": shape.kv_heads, "GROUP": shape.group, "DK0": dk0, "DK1": dk1, "DV0": dv0, "DV1": dv1,
-            "PAGE": shape.block_tokens, "BM": tile.rows, "BN": tile.tokens, "PIECE": self.piece,
+            "PAGE": shape.page_tokens, "BM": tile.rows, "BN": tile.tokens, "PIECE": self.piece,
             "SPAN": SPAN_NUMBERS[self.span.kind], "SIZE": self.span.size, "SOFTCAP": mask.softcap is not None, "SCALES": scales,
             "LATENT": shape.latent, "TURNED": v.stride(3) != 1, "EXACT": q.dtype == torch.float32,
             "HALF": shape.dtype == torch.float8_e4m3fn, "STAGES": tile.stages, "num_warps": tile.warps, **exactly,

@@ -86,7 +86,7 @@ def find_shared_runs(
 
 def is_worth_sharing(span: Visibility) -> bool:
     """Return whether layers with this visibility should read shared runs (page ranges of several sequences) once
-    for all sequences. Returns False for windows shorter than MIN_WINDOW_TOKENS."""
+    for all sequences. Return False for windows shorter than MIN_WINDOW_TOKENS."""
     return not span.windowed or span.size >= MIN_WINDOW_TOKENS
 
 

@@ -142,7 +142,7 @@ def cudnn_attend(
     """Run torch's cuDNN attention over tensors [batch, heads, tokens, dim] with any strides. There may be fewer KV
     heads than query heads.
 
-    Returns outputs with the layout of q, and natural log-sum-exps [batch, heads, tokens]. With `causal`, query i
+    Return outputs with the layout of q, and natural log-sum-exps [batch, heads, tokens]. With `causal`, query i
     sees the keys 0 to i.
     """
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(

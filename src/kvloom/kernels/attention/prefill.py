@@ -210,7 +210,7 @@ class PrefillPlan:
     def _measure_libraries(
         self, rows: QueryRows, call: PrefillCall, ours: Callable[[], Result]
     ) -> Library | None:
-        """Return the fastest library for this step. Returns None if our kernels are faster, if no library supports the
+        """Return the fastest library for this step. Return None if our kernels are faster, if no library supports the
         step, or if the step is too small to measure."""
         shape, dtype, softcap = self.shape, call.q.dtype, call.mask.softcap
         if rows.count_pairs(self._span) < MIN_LIBRARY_PAIRS / shape.heads:
@@ -275,7 +275,7 @@ class PrefillPlan:
             raise ValueError(f"{q.shape[0]} queries, but the plan was made for {rows.starts[-1]}")
         if tables.shape[0] < len(rows.lengths):
             raise ValueError(f"{tables.shape[0]} table rows for {len(rows.lengths)} sequences")
-        longest, block = int(rows.lengths.max(initial=0)), self.shape.block_tokens * self.part.count
+        longest, block = int(rows.lengths.max(initial=0)), self.shape.page_tokens * self.part.count
         if tables.shape[1] * block < longest:
             raise ValueError(
                 f"tables of {tables.shape[1]} blocks of {block} tokens end before the "
@@ -410,7 +410,7 @@ class PrefillPlan:
             programs = _processors(self.device) * tile.programs_per_processor
             blocks, joins, slots = block_list(
                 rows, chosen[mine], shape.group, shape.kv_heads, self.span, tile, programs, self._reach,
-                self.part, shape.block_tokens,
+                self.part, shape.page_tokens,
             )  # fmt: skip
             partial_rows = slots * shape.kv_heads * tile.rows
             found.append(

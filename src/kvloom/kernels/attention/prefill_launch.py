@@ -66,7 +66,7 @@ def attend_blocks(
         *_scale_strides(k_scale), *_scale_strides(v_scale),
         out.stride(0), out.stride(1), *lse.stride(), tables.stride(0), scale,
         1.0 if mask.softcap is None else mask.softcap,
-        HEADS=shape.kv_heads, GROUP=shape.group, DK0=dk0, DK1=dk1, DV0=dv0, DV1=dv1, PAGE=shape.block_tokens, BM=tile.rows, BN=tile.tokens,
+        HEADS=shape.kv_heads, GROUP=shape.group, DK0=dk0, DK1=dk1, DV0=dv0, DV1=dv1, PAGE=shape.page_tokens, BM=tile.rows, BN=tile.tokens,
         SPAN=SPAN_NUMBERS[span.kind], SIZE=span.size,
         IMAGES=ids is not None, SOFTCAP=mask.softcap is not None, SINK=mask.sinks is not None, SCALES=scales,
         LATENT=shape.latent, TURNED=v.stride(3) != 1, EXACT=q.dtype == torch.float32,

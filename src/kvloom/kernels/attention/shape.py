@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 SUPPORTED_DIMS = (64, 80, 96, 128, 192, 256, 512, 576)
-SUPPORTED_BLOCK_TOKENS = (16, 32, 64, 128)
+SUPPORTED_PAGE_TOKENS = (16, 32, 64, 128)
 
 
 PLAN_CAPACITIES = (16, 64, 256, 512, 1024, 4096)
@@ -57,7 +57,7 @@ class Shape:
     kv_heads: int
     k_dim: int
     v_dim: int
-    block_tokens: int = 16
+    page_tokens: int = 16
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
@@ -75,9 +75,9 @@ class Shape:
             raise ValueError(
                 f"values of {self.v_dim} in latents of {self.k_dim} are not supported; supported: {split_dim(self.k_dim)[0]}"
             )
-        if self.block_tokens not in SUPPORTED_BLOCK_TOKENS:
+        if self.page_tokens not in SUPPORTED_PAGE_TOKENS:
             raise ValueError(
-                f"pages of {self.block_tokens} tokens are not supported; supported: {', '.join(map(str, SUPPORTED_BLOCK_TOKENS))}"
+                f"pages of {self.page_tokens} tokens are not supported; supported: {', '.join(map(str, SUPPORTED_PAGE_TOKENS))}"
             )
         if self.dtype not in PAGE_DTYPES:
             raise ValueError(f"pages of {self.dtype} are not supported; supported: {_names(PAGE_DTYPES)}")
@@ -120,9 +120,9 @@ def check_call(
     if q.dtype not in FLOAT_DTYPES:
         raise ValueError(f"queries of {q.dtype} are not supported; supported: {_names(FLOAT_DTYPES)}")
     for name, pages, dim in (("k", k, shape.k_dim), ("v", v, shape.v_dim)):
-        if pages.dim() != 4 or pages.shape[1:] != (shape.block_tokens, shape.kv_heads, dim):
+        if pages.dim() != 4 or pages.shape[1:] != (shape.page_tokens, shape.kv_heads, dim):
             raise ValueError(
-                f"{name} {tuple(pages.shape)} is not [pages, {shape.block_tokens}, {shape.kv_heads}, {dim}]"
+                f"{name} {tuple(pages.shape)} is not [pages, {shape.page_tokens}, {shape.kv_heads}, {dim}]"
             )
         if pages.dtype != shape.dtype:
             raise ValueError(f"{name} pages are {pages.dtype}, the plan was made for {shape.dtype}")

@@ -236,7 +236,7 @@ def step(
 
 @triton.jit
 def two_parts(x, DTYPE: tl.constexpr):
-    """Split `x` into a high and a low part, so that x = high + low / LOW. Returns both parts as [..., 2]. The caller
+    """Split `x` into a high and a low part, so that x = high + low / LOW. Return both parts as [..., 2]. The caller
     converts each part to DTYPE, which has 8 bits. The error of both parts together is at most the error of a 16-bit
     value.
 
@@ -256,7 +256,7 @@ def two_parts(x, DTYPE: tl.constexpr):
 @triton.jit
 def _one_part(x, DTYPE: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
     """Undo the split of `two_parts` after a matrix product. `x` [A, 2 * B] has two products for each result: one with
-    the high part, and one with the low part. Returns the product with the unsplit operand, [A, B] in float32.
+    the high part, and one with the low part. Return the product with the unsplit operand, [A, B] in float32.
 
     In int8, the result is the integer high * LOW_INT8 + low, which is LOW_INT8 times the product. With sums of at most
     256 products, this integer is below 2^31."""

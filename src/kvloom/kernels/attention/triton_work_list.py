@@ -70,7 +70,7 @@ def with_sink(norm, log, SINKS, head, mine):
     - `norm` is 1 / (sum of weights), by which the caller multiplies its weighted sum of values.
     - `log` is the base-2 logarithm of the sum of weights.
 
-    Returns the new `norm` and `log`.
+    Return the new `norm` and `log`.
     """
     sink = tl.load(SINKS + head, mask=mine, other=0.0).to(tl.float32) * LOG2E
     top = tl.maximum(log, sink)
@@ -131,8 +131,8 @@ def plan_rows(
     RANK: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """Make the work list with one segment per sequence: the tokens that the queries of the sequence see. With BEGIN,
-    shared segments cover the first tokens of a sequence. Its own segment then starts at token `begin[sequence]` or
-    later. Also writes the fields of each query token to `tokens`. One program runs this kernel, once per step.
+    the segment of a sequence starts at token `begin[sequence]` or later. Shared segments have the tokens before it.
+    Also writes the fields of each query token to `tokens`. One program runs this kernel, once per step.
 
     If blocks are divided between RANKS ranks, segments and positions count only the tokens of this rank (see
     `stored_tokens`)."""
@@ -164,8 +164,8 @@ def plan_visible_runs(
     """Shorten the segments in `given` to the tokens that the windows of their members see, and write them to `seen`. A
     member is a query that reads the segment. A shortened segment starts at the first token that any member sees.
 
-    The shortened segment uses the block table of the member that sees this token, because only this block table still
-    has all pages of the segment. One program runs for each segment.
+    The shortened segment uses the block table of the member that sees this token. Only this block table still has all
+    pages of the segment. One program runs for each segment.
     """
     at = tl.program_id(0)
     if at < tl.load(number):

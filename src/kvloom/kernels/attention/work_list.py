@@ -75,7 +75,7 @@ def choose_tile(shape: Shape, rows: int, device: torch.device, beside: bool = Fa
         return Tile(height, 64, height // 16, 3, processors, 2, 1, 168)
     if shape.dtype in QUANTISED_DTYPES:
         height = max(8, triton.next_power_of_2(rows))
-        if shape.block_tokens < 64 and not beside:
+        if shape.page_tokens < 64 and not beside:
             return Tile(height, tokens, 4, 5, processors * 2, 2, 1)
         return Tile(height, tokens, 4, 4, processors * (1 if beside else 3), 2, 1, 168)
     height = max(16, triton.next_power_of_2(rows))
@@ -123,7 +123,7 @@ class WorkList:
             "LEAST": self.tile.min_units,
             "TOLL": self.tile.overhead_units,
             "GROUP": shape.group,
-            "PAGE": shape.block_tokens,
+            "PAGE": shape.page_tokens,
             "BM": self.tile.rows,
             "BN": self.tile.tokens,
             "CAPACITY": triton.next_power_of_2(self.capacity),
@@ -198,7 +198,7 @@ class LayerCall:
             0 if mask.trees is None else mask.trees.stride(0),
             shape.k_dim**-0.5 if self.scale is None else self.scale,
             1.0 if mask.softcap is None else mask.softcap,
-            HEADS=shape.kv_heads, GROUP=shape.group, DK0=dk0, DK1=dk1, DV0=dv0, DV1=dv1, PAGE=shape.block_tokens,
+            HEADS=shape.kv_heads, GROUP=shape.group, DK0=dk0, DK1=dk1, DV0=dv0, DV1=dv1, PAGE=shape.page_tokens,
             BM=tile.rows, BN=tile.tokens, SPAN=SPAN_NUMBERS[mask.span.kind], SIZE=mask.span.size,
             SHARED=members is not None, BOUNDS=bounds, TREE=mask.trees is not None, SOFTCAP=mask.softcap is not None,
             SINK=mask.sinks is not None, SCALES=self.scales, LATENT=shape.latent,
@@ -225,7 +225,7 @@ class LayerCall:
             0 if mask.trees is None else mask.trees.stride(0),
             shape.k_dim**-0.5 if self.scale is None else self.scale,
             1.0 if mask.softcap is None else mask.softcap,
-            HEADS=shape.kv_heads, GROUP=shape.group, DK0=dk0, DK1=dk1, DV0=dv0, DV1=dv1, PAGE=shape.block_tokens,
+            HEADS=shape.kv_heads, GROUP=shape.group, DK0=dk0, DK1=dk1, DV0=dv0, DV1=dv1, PAGE=shape.page_tokens,
             BM=tile.rows, BN=tile.tokens, SPAN=SPAN_NUMBERS[mask.span.kind], WINDOW=mask.span.size,
             SINGLE=queries == 1, BOUNDS=bounds, TREE=mask.trees is not None, SOFTCAP=mask.softcap is not None,
             SINK=mask.sinks is not None, TURNED=v.stride(3) != 1, EXACT=q.dtype == torch.float32,

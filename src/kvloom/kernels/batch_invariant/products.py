@@ -65,7 +65,7 @@ def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) 
 
 def grouped_product(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Multiply groups of rows of a [m, k] by different matrices. Group i ends at row `offsets[i]` of a, and is
-    multiplied by b[i] ([groups, k, n]). Returns the products [m, n]. The offsets are on the device, and the host
+    multiplied by b[i] ([groups, k, n]). Return the products [m, n]. The offsets are on the device, and the host
     does not read them."""
     return _launch(a, b, None, _small_tile(b.shape[-1], a.dtype), offsets)
 

@@ -131,7 +131,7 @@ class Copier:
         trusted: bool = False,
     ) -> torch.cuda.Event | FinishedEvent:
         """Copy page `pages[i]` to row `rows[i]` of `host`, or to row i without `rows`. `host` is [rows, page_bytes]
-        uint8, pinned on CUDA. Returns the event of the copy. `trusted` skips the check that the rows are distinct."""
+        uint8, pinned on CUDA. Return the event of the copy. `trusted` skips the check that the rows are distinct."""
         source = _ByteRows(self._pages, _checked(pages, len(self._pages), "page"))
         target = _ByteRows(host, self._host_rows(host, rows, len(source.ids), once=not trusted))
         if self._out is None:
@@ -149,7 +149,7 @@ class Copier:
         after: torch.cuda.Event | None = None,
         method: Method | None = None,
     ) -> torch.cuda.Event | FinishedEvent:
-        """Copy row `rows[i]` of `host`, or row i without `rows`, to page `pages[i]`. Returns the event of the copy."""
+        """Copy row `rows[i]` of `host`, or row i without `rows`, to page `pages[i]`. Return the event of the copy."""
         target = _ByteRows(self._pages, _checked(pages, len(self._pages), "page", once=True))
         source = _ByteRows(host, self._host_rows(host, rows, len(target.ids)))
         if self._in is None:

@@ -41,8 +41,8 @@ class RangeCopier:
         offsets: Offsets,
         after: torch.cuda.Event | None = None,
     ) -> torch.cuda.Event:
-        """Copy ranges of the pages at `starts` in the pool to the pages at `offsets` in host memory, after the work on
-        the current stream, or after the event `after`. Return the event of the copy."""
+        """Copy ranges of the pages at `starts` in the pool to the pages at `offsets` in host memory. The copy waits
+        for the work on the current stream, or for the event `after`. Return the event of the copy."""
         if after is None:
             self._stream.wait_stream(torch.cuda.current_stream(self._buffer.device))
         else:

@@ -102,8 +102,7 @@ def gated_rms_norm(
 ) -> torch.Tensor:
     """Return the RMS norm of x with a gate: norm(x * silu(gate)) * weight, or norm(x) * weight * silu(gate).
 
-    x and gate are [..., dim]. The weight is [dim], or [groups, dim] with one row for each index of the dimension of x
-    before the last."""
+    x and gate are [..., dim]. The weight is [dim], or [groups, dim] for x of [..., groups, dim]."""
     if x.shape != gate.shape or weight.shape not in (x.shape[-1:], x.shape[-2:]):
         raise ValueError(
             f"x {tuple(x.shape)}, gates {tuple(gate.shape)} and a weight of {tuple(weight.shape)} do not fit together"

@@ -109,7 +109,7 @@ class CudaDriver:
         return size.value
 
     def reserve(self, size: int, alignment: int) -> int:
-        """Reserve address space without memory. Returns the first address."""
+        """Reserve address space without memory. Return the first address."""
         address = c_uint64()
         self._call(
             "cuMemAddressReserve",
@@ -125,7 +125,7 @@ class CudaDriver:
         self._call("cuMemAddressFree", c_uint64(address), c_size_t(size))
 
     def create(self, size: int, device: int) -> int:
-        """Allocate memory without an address. Returns its handle."""
+        """Allocate memory without an address. Return its handle."""
         handle = c_uint64()
         allocation = self._allocation(device)
         self._call("cuMemCreate", byref(handle), c_size_t(size), byref(allocation), c_uint64(0))

@@ -108,7 +108,7 @@ class ElasticBuffer:
 
     def map(self, slabs: Iterable[int]) -> None:
         """Map memory to these slabs. Its contents are undefined. If there is not enough memory, raises MemoryError
-        and maps none of them. Returns without waiting for the device, and does not affect running kernels. Makes a few
+        and maps none of them. Return without waiting for the device, and does not affect running kernels. Makes a few
         driver calls per slab."""
         wanted = self._chosen(slabs)
         if self._mapped[wanted].any():

@@ -70,7 +70,7 @@ def _layer_view(
 ) -> LayerView:
     run, place = group.locate(name)
     pages = buffer.numel() // layout.slab_bytes * group.pages_per_slab
-    tokens = (group.block_tokens,) if group.spec.unit == "token" else ()
+    tokens = (group.page_tokens,) if group.spec.unit == "token" else ()
     offset = place * group.layer_bytes
     fields = {}
     for field in group.spec.fields:

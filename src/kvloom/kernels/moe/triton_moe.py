@@ -81,7 +81,7 @@ def _weight_tile(
     weight, row, rows_left, depth,
     K_DIM: tl.constexpr, N: tl.constexpr, K: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile of the weights: rows `row` to row + N and columns `depth` to depth + K. Returns the tile transposed,
+    """Load a tile of the weights: rows `row` to row + N and columns `depth` to depth + K. Return the tile transposed,
     [K, N]. With DESCRIBED, `weight` is a tensor descriptor, else a pointer. With a pointer, only the first `rows_left`
     rows are loaded, and the other rows are 0."""
     if DESCRIBED:

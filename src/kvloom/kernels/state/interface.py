@@ -2,7 +2,8 @@
 
 Each function has three kinds of arguments: packed tokens ([tokens, …]), a view of the pages with this layer's
 states ([pages, *shape], any page stride), and `StateRows`. `StateRows` has the tokens and pages of each sequence. A
-function returns the outputs and writes the last state of each sequence to its page.
+function returns the outputs and writes the last state of each sequence to its page. With `out`, a tensor like the
+result, only the outputs of the sequences are written there, and `out` is returned.
 
 If every sequence of a call has at most STEP_TOKENS tokens, the call runs token by token, otherwise in chunks. The
 caller passes the length of the longest sequence (`StateRows.longest`), so the host does not wait for the device.
@@ -54,6 +55,7 @@ def causal_conv(
     bias: torch.Tensor | None = None,
     silu: bool = False,
     runs: ColumnRuns | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute a depthwise convolution over the last inputs of each sequence. x is [tokens, channels], and weight is
     [channels, taps]. The result is [tokens, channels]. With `runs`, x may have more columns, and `runs` selects the
@@ -87,10 +89,10 @@ def causal_conv(
     if _plain(x, rows, states):
         if runs is not None:
             x = x[:, runs.columns()]
-        return reference.causal_conv(x, weight, bias, silu, states, rows)
+        return reference.causal_conv(x, weight, bias, silu, states, rows, out)
     from . import triton_conv
 
-    return triton_conv.causal_conv(x, weight, bias, silu, states, rows, runs)
+    return triton_conv.causal_conv(x, weight, bias, silu, states, rows, runs, out)
 
 
 def linear_scan(
@@ -124,6 +126,7 @@ def mamba1_scan(
     z: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
     softplus: bool = True,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the selective scan of Mamba-1. x, dt and z are [tokens, channels], a is [channels, n], and b and c are
     [tokens, n]. The result has the shape of x.
@@ -155,10 +158,10 @@ def mamba1_scan(
         states=_as_is(states),
     )
     if _plain(x, rows, states):
-        return reference.mamba1_scan(x, dt, a, b, c, d, z, dt_bias, softplus, states, rows)
+        return reference.mamba1_scan(x, dt, a, b, c, d, z, dt_bias, softplus, states, rows, out)
     from . import triton_scan
 
-    return triton_scan.mamba1_scan(x, dt, a, b, c, d, z, dt_bias, softplus, states, rows)
+    return triton_scan.mamba1_scan(x, dt, a, b, c, d, z, dt_bias, softplus, states, rows, out)
 
 
 def mamba2_scan(
@@ -174,6 +177,7 @@ def mamba2_scan(
     dt_bias: torch.Tensor | None = None,
     softplus: bool = True,
     limits: tuple[float, float] = NO_LIMITS,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the scan of Mamba-2. x and z are [tokens, heads, p], dt is [tokens, heads], a, d and dt_bias are [heads],
     and b and c are [tokens, groups, n]. The result has the shape of x.
@@ -203,10 +207,10 @@ def mamba2_scan(
         states=_as_is(states),
     )
     if _plain(x, rows, states):
-        return reference.mamba2_scan(x, dt, a, b, c, d, z, dt_bias, softplus, limits, states, rows)
+        return reference.mamba2_scan(x, dt, a, b, c, d, z, dt_bias, softplus, limits, states, rows, out)
     from . import triton_ssd
 
-    return triton_ssd.mamba2_scan(x, dt, a, b, c, d, z, dt_bias, softplus, limits, states, rows)
+    return triton_ssd.mamba2_scan(x, dt, a, b, c, d, z, dt_bias, softplus, limits, states, rows, out)
 
 
 def delta_rule(
@@ -220,6 +224,7 @@ def delta_rule(
     scale: float | None = None,
     normalise: bool = False,
     gates: DeltaGates | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the gated delta rule. q and k are [tokens, key heads, dk], v is [tokens, value heads, dv], and g and beta
     are [tokens, value heads]. The result has the shape of v. Value head h belongs to key head h // (value heads / key
@@ -260,15 +265,15 @@ def delta_rule(
     if _plain(v, rows, states):
         if gates is not None and g is not None and beta is not None:
             g, beta = reference.delta_gates(g, beta, gates)
-        return reference.delta_rule(q, k, v, g, beta, scale, normalise, states, rows)
+        return reference.delta_rule(q, k, v, g, beta, scale, normalise, states, rows, out)
     from . import triton_delta
 
-    return triton_delta.delta_rule(q, k, v, g, beta, scale, normalise, states, rows, gates)
+    return triton_delta.delta_rule(q, k, v, g, beta, scale, normalise, states, rows, gates, out)
 
 
 def _as_is(states: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return an argument of `check_tokens` that checks only the device and the dtype of `states`: the tensor with its
-    own shape. `check_states` has already checked the shape."""
+    """Return the tensor `states` with its own shape, as an argument of `check_tokens`, which then checks only the
+    device and dtype. `check_states` has already checked the shape."""
     return states, tuple(states.shape)
 
 
@@ -291,8 +296,8 @@ def _plain(x: torch.Tensor, rows: StateRows, states: torch.Tensor) -> bool:
 
 def _check_values(tokens: int, rows: StateRows, pages: int) -> None:
     starts = rows.starts.tolist()
-    if starts[0] != 0 or starts[-1] > tokens or any(b < a for a, b in pairwise(starts)):
-        raise ValueError(f"starts {starts} must rise from 0 to at most {tokens} tokens")
+    if starts[0] < 0 or starts[-1] > tokens or any(b < a for a, b in pairwise(starts)):
+        raise ValueError(f"starts {starts} must rise from 0 or more to at most {tokens} tokens")
     longest = max(b - a for a, b in pairwise(starts))
     if longest > rows.longest:
         raise ValueError(f"a row has {longest} tokens, but `longest` is {rows.longest}: raise it")

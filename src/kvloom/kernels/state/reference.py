@@ -62,15 +62,17 @@ def causal_conv(
     silu: bool,
     states: torch.Tensor,
     rows: StateRows,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Torch version of `state.causal_conv`."""
     dtype = accumulator_dtype(x)
     starts, old = rows.starts.long(), _initial(rows, states, dtype)
-    lengths = starts.diff()
-    tokens, columns, taps = int(starts[-1]), states.shape[2], weight.shape[1]
+    first, end = int(starts[0]), int(starts[-1])
+    lengths, starts = starts.diff(), starts - first
+    tokens, columns, taps = end - first, states.shape[2], weight.shape[1]
     row = torch.repeat_interleave(torch.arange(rows.sequences, device=x.device), lengths)
     place = torch.arange(tokens, device=x.device) - starts[row]
-    own, weights = x[:tokens].to(dtype), weight.to(dtype)
+    own, weights = x[first:end].to(dtype), weight.to(dtype)
     acc = own * weights[:, -1]
     for shift in range(1, taps):
         tap = weights[:, taps - 1 - shift]
@@ -89,8 +91,8 @@ def causal_conv(
             (at >= 0)[:, None], own[(starts[:-1, None] + at).clamp(0, tokens - 1)].transpose(1, 2), new
         )
     _finish(rows, states, new)
-    out = torch.zeros_like(x)
-    out[:tokens] = (functional.silu(acc) if silu else acc).to(x.dtype)
+    out = torch.zeros_like(x) if out is None else out
+    out[first:end] = (functional.silu(acc) if silu else acc).to(x.dtype)
     return out
 
 
@@ -121,9 +123,11 @@ def mamba1_scan(
     softplus: bool,
     states: torch.Tensor,
     rows: StateRows,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Torch version of `state.mamba1_scan`. b and c are [tokens, groups, n]."""
-    dtype, out = accumulator_dtype(x), torch.zeros_like(x)
+    dtype = accumulator_dtype(x)
+    out = torch.zeros_like(x) if out is None else out
     last = _initial(rows, states, dtype)
     rates, (channels, size) = a.to(dtype), a.shape
     groups = b.shape[1]
@@ -164,9 +168,11 @@ def mamba2_scan(
     limits: tuple[float, float],
     states: torch.Tensor,
     rows: StateRows,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Torch version of `state.mamba2_scan`."""
-    dtype, out = accumulator_dtype(x), torch.zeros_like(x)
+    dtype = accumulator_dtype(x)
+    out = torch.zeros_like(x) if out is None else out
     last = _initial(rows, states, dtype)
     heads, groups = x.shape[1], b.shape[1]
     for batch in _batches(rows):
@@ -194,9 +200,11 @@ def delta_rule(
     normalise: bool,
     states: torch.Tensor,
     rows: StateRows,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Torch version of `state.delta_rule`."""
-    dtype, out = accumulator_dtype(v), torch.zeros_like(v)
+    dtype = accumulator_dtype(v)
+    out = torch.zeros_like(v) if out is None else out
     last = _initial(rows, states, dtype)
     repeat = v.shape[1] // k.shape[1]
     for batch in _batches(rows):
@@ -261,7 +269,7 @@ def _chunked_scan(
     state: torch.Tensor,
 ) -> torch.Tensor:
     """Compute Mamba-2 on x [b, length, heads, p]. `into` and `read` are b and c of the equations, [b, heads, length,
-    n]. Returns the outputs and updates `state`."""
+    n]. Return the outputs and updates `state`."""
     y = torch.empty_like(x)
     for first in range(0, x.shape[1], CHUNK):
         part = slice(first, first + CHUNK)
@@ -285,7 +293,7 @@ def _chunked_delta(
     beta: torch.Tensor,
     state: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute the delta rule and update `state`. Returns the outputs. All arguments are [b, heads, length, …].
+    """Compute the delta rule and update `state`. Return the outputs. All arguments are [b, heads, length, …].
 
     Tokens are processed in chunks. Inside a chunk, let D be the decay between tokens. The corrected values u solve a
     unit lower triangular system: (1 + strictly lower(beta k kᵀ D)) u = beta (v - decayed k S).
@@ -364,7 +372,7 @@ def _batches(rows: StateRows) -> Iterator[_Batch]:
     filled = (lengths > 0).nonzero()[:, 0]
     if not filled.numel():
         return
-    together = int(lengths.max()) * filled.numel() <= 2 * int(starts[-1])
+    together = int(lengths.max()) * filled.numel() <= 2 * int(starts[-1] - starts[0])
     for group in (filled,) if together else filled[:, None]:
         place = torch.arange(int(lengths[group].max()), device=starts.device)
         real = place < lengths[group, None]

@@ -5,8 +5,8 @@ A `StateRows` is built once per step. All layers of one block table use the same
 
 | field           | shape           | meaning                                                                        |
 |-----------------|-----------------|--------------------------------------------------------------------------------|
-| starts          | [sequences + 1] | index of each sequence's first token, then the number of tokens; two equal     |
-|                 |                 | neighbours mean a sequence without tokens                                      |
+| starts          | [sequences + 1] | index of each sequence's first token, then the index after the last token; two |
+|                 |                 | equal neighbours mean a sequence without tokens                                |
 | read            | [sequences]     | page of the state before the first token; 0: the sequence begins from zeros    |
 | write           | [sequences]     | page for the last state, may be the `read` page; 0: it is not stored           |
 | fresh           | [sequences]     | true: the sequence begins from zeros even if `read` is set, because that page  |
@@ -23,7 +23,7 @@ A `StateRows` is built once per step. All layers of one block table use the same
 - A sequence without tokens stores the state from which it begins.
 - Batch-invariant calls run token by token. The state is rounded to the dtype of its page after every token.
 - Decode steps run faster in a separate call than together with long sequences.
-- Tokens after the last value of `starts` are padding, and their outputs are undefined.
+- Tokens before the first and after the last value of `starts` are not computed, and their outputs are undefined.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class StateRows:
 
 
 def check_states(states: torch.Tensor, shape: tuple[int, ...], name: str) -> None:
-    """Raise ValueError unless `states` has the shape [pages, *shape] and each page is contiguous."""
+    """Raise ValueError if `states` has another shape than [pages, *shape], or if a page is not contiguous."""
     if tuple(states.shape[1:]) != shape or states.dim() != len(shape) + 1:
         raise ValueError(
             f"{name} of pages {tuple(states.shape)} must be [pages, {', '.join(map(str, shape))}]"

@@ -69,7 +69,8 @@ def conv_kernel(
     else:
         row, chunk = locate(starts, sequences, tl.program_id(0), TOKENS, SEARCH)
     start, length = row_of(starts, row)
-    if (chunk > 0) & (chunk * TOKENS >= length):
+    target = tl.load(write + row).to(tl.int64)
+    if (chunk * TOKENS >= length) & ((chunk > 0) | (target == 0)):
         return
     column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     real = column < channels
@@ -123,7 +124,6 @@ def conv_kernel(
         acc.to(out.dtype.element_ty),
         mask=(at < length)[:, None] & real[None, :],
     )
-    target = tl.load(write + row).to(tl.int64)
     if (chunk == 0) & (target > 0):
         # Column c of the new state is the input at end - COLUMNS + c. A negative index is an old column.
         place = tl.arange(0, COLUMNS_UP)
@@ -157,10 +157,11 @@ def causal_conv(
     states: torch.Tensor,
     rows: StateRows,
     runs: ColumnRuns | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Triton version of `state.causal_conv`."""
     x, channels = packed(x), len(weight)
-    out = torch.empty((len(x), channels), dtype=x.dtype, device=x.device)
+    out = x.new_empty(len(x), channels) if out is None else out
     tokens = triton.next_power_of_2(max(rows.longest, 1)) if rows.steps else 16
     width = min(256 if rows.steps else 128, max(16, triton.next_power_of_2(channels)))
     if runs is not None:

@@ -217,6 +217,9 @@ def state_kernel(
     head = tl.program_id(1)
     row = tl.program_id(2)
     start, length = row_of(starts, row)
+    target = tl.load(write + row).to(tl.int64)
+    if (length == 0) & (target == 0):
+        return
     place = first_place(starts, row, TOKENS).to(tl.int64)
     line = tl.arange(0, DK_UP)
     inside = (line < DK)[:, None] & (column < DV)[None, :]
@@ -250,7 +253,6 @@ def state_kernel(
         if NORMALISE:
             left *= tl.load(sizes + token, mask=real, other=0.0)
         s = s * tl.exp(end) + product(tl.trans(key), correction * left[:, None], DOT)
-    target = tl.load(write + row).to(tl.int64)
     if target > 0:
         tl.store(states + target * page_stride + own, s.to(states.dtype.element_ty), mask=inside)
 
@@ -308,7 +310,7 @@ def _token(
     q_stride, k_stride, v_stride, g_stride, beta_stride,
     DECAY: tl.constexpr, BETA: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
-    """Load the inputs of one token. Returns query, key, value, decay (0 without DECAY) and beta (1 without BETA).
+    """Load the inputs of one token. Return query, key, value, decay (0 without DECAY) and beta (1 without BETA).
 
     - `line` are the elements of query and key to load. Elements from index `lines` on are 0.
     - `column` are the elements of the value to load. Elements from index `columns` on are 0.
@@ -345,6 +347,9 @@ def decode_kernel(
     head = tl.program_id(1)
     row = tl.program_id(2)
     start, length = row_of(starts, row)
+    target = tl.load(write + row).to(tl.int64)
+    if (length == 0) & (target == 0):
+        return
     line = tl.arange(0, DK_UP)
     inside = (line < DK)[:, None] & (column < DV)[None, :]
     own = head * DK * DV + line[:, None] * DV + column[None, :]
@@ -365,7 +370,6 @@ def decode_kernel(
             q, k, v, g, beta, a_log, dt_bias, head, start, some, lines, columns, line, column,
             q_stride, k_stride, v_stride, g_stride, beta_stride, DECAY, BETA, GATES,
         )  # fmt: skip
-    target = tl.load(write + row).to(tl.int64)
     last = length
     if STORED:
         last = tl.load(stored + row).to(tl.int32)
@@ -422,12 +426,13 @@ def delta_rule(
     states: torch.Tensor,
     rows: StateRows,
     gates: DeltaGates | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Triton version of `state.delta_rule`."""
     q, k, v = packed(q), packed(k), packed(v)
     g = None if g is None else packed(g)
     beta = None if beta is None else packed(beta)
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
     (tokens, key_heads, dk), (_, heads, dv) = k.shape, v.shape
     known = row_arguments(rows)
     sizes_of = {"DK": dk, "DV": dv, "DK_UP": max(16, triton.next_power_of_2(dk)), "NORMALISE": normalise}

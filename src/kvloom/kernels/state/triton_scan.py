@@ -95,6 +95,8 @@ def scan_kernel(
         start, length = row_of(starts, row)
         first = 0
         last = length
+        if (length == 0) & (tl.load(write + row) == 0):
+            return
     else:
         row, chunk = locate(starts, sequences, place, TOKENS, SEARCH)
         start, length = row_of(starts, row)
@@ -231,9 +233,10 @@ def mamba1_scan(
     softplus: bool,
     states: torch.Tensor,
     rows: StateRows,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Triton version of `state.mamba1_scan`. b and c are [tokens, groups, n]."""
-    return _scan(x, dt, a.contiguous(), packed(b), packed(c), d, z, dt_bias, softplus, states, rows)
+    return _scan(x, dt, a.contiguous(), packed(b), packed(c), d, z, dt_bias, softplus, states, rows, out)
 
 
 def _scan(
@@ -248,10 +251,11 @@ def _scan(
     softplus: bool,
     states: torch.Tensor,
     rows: StateRows,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     x, dt = packed(x), packed(dt)
     z = None if z is None else packed(z)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     tokens, channels = x.shape
     size = 1 if a is None else a.shape[1]
     groups = 1 if b is None else b.shape[1]

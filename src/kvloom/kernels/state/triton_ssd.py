@@ -99,6 +99,9 @@ def state_kernel(
     head = tl.program_id(1)
     row = tl.program_id(2)
     start, length = row_of(starts, row)
+    target = tl.load(write + row).to(tl.int64)
+    if (length == 0) & (target == 0):
+        return
     place = first_place(starts, row, TOKENS).to(tl.int64)
     inside = (p < WIDTH)[:, None] & (n < SIZE)[None, :]
     own = head * WIDTH * SIZE + p[:, None] * SIZE + n[None, :]
@@ -131,7 +134,6 @@ def state_kernel(
         end = tl.load(cum + start + tl.minimum(chunk * TOKENS + TOKENS, length) - 1)
         into = into.to(tl.float32) * (tl.exp(end - decay) * step)[:, None]
         h = h * tl.exp(end) + product(tl.trans(inputs), into, DOT)
-    target = tl.load(write + row).to(tl.int64)
     if target > 0:
         tl.store(states + target * page_stride + own, h.to(states.dtype.element_ty), mask=inside)
 
@@ -194,7 +196,7 @@ def _token(
     x, b, c, dt, token, some, width, size, p, n, x_stride, b_stride, c_stride, dt_stride, DT: tl.constexpr
 ):
     """Load the inputs of one token: elements `p` of x (below `width`), and elements `n` of b and c (below `size`).
-    Returns x, b, c and the time step. Without DT, the time step is 1. With DT, the time step is loaded, and is 0 if
+    Return x, b, c and the time step. Without DT, the time step is 1. With DT, the time step is loaded, and is 0 if
     there is no token (`some` is false).
     """
     inputs = tl.load(x + token * x_stride + p, mask=p < width, other=0.0)
@@ -220,6 +222,9 @@ def decode_kernel(
     head = tl.program_id(1)
     row = tl.program_id(2)
     start, length = row_of(starts, row)
+    target = tl.load(write + row).to(tl.int64)
+    if (length == 0) & (target == 0):
+        return
     inside = (p < WIDTH)[:, None] & (n < SIZE)[None, :]
     own = head * WIDTH * SIZE + p[:, None] * SIZE + n[None, :]
     page = start_page(read, fresh, row, FRESH)
@@ -239,7 +244,6 @@ def decode_kernel(
         x_next, b_next, c_next, step_next = _token(
             x, b, c, dt, start, some, width, size, p, n, x_stride, b_stride, c_stride, dt_stride, DT
         )
-    target = tl.load(write + row).to(tl.int64)
     last = length
     if STORED:
         last = tl.load(stored + row).to(tl.int32)
@@ -296,12 +300,13 @@ def mamba2_scan(
     limits: tuple[float, float],
     states: torch.Tensor,
     rows: StateRows,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Triton version of `state.mamba2_scan`."""
     x, b, c = packed(x), packed(b), packed(c)
     z = None if z is None else packed(z)
     dt = None if dt is None else packed(dt)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     (tokens, heads, width), (_, groups, size) = x.shape, b.shape
     low, high = limits
     how = {

@@ -1,7 +1,7 @@
 """Writes new K and V to pages. One call per layer rotates K and q, quantises K and V, and writes K and V to their
 pages.
 
-Pages are views of `memory.views`; a token's slot is `page * block_tokens + offset`. A call on a GPU reads no value on
+Pages are views of `memory.views`; a token's slot is `page * page_tokens + offset`. A call on a GPU reads no value on
 the host and allocates nothing. A graph can therefore capture it and replay it with other slots. CPU tensors run in
 torch, CUDA tensors in one Triton kernel.
 

@@ -21,7 +21,7 @@ import torch
 
 from kvloom.kernels.fused import gated_rms_norm
 from kvloom.kernels.state import ColumnRuns, DeltaGates, StateRows, causal_conv, delta_rule
-from kvloom.models.paged import PackedStates, current_states, is_dense, run_scan
+from kvloom.models.paged import PackedStates, StatePart, current_states, is_dense, run_scan
 
 from .comparison import differ_by_rounding
 from .product import Product, can_join
@@ -74,10 +74,10 @@ class FusedDeltaMixer:
         states, weight = packed.fields["conv"], conv.weight[:, 0]
         x = joined[:, : len(weight)] if runs is None else joined
 
-        def kernel(rows: StateRows, x: torch.Tensor) -> torch.Tensor:
-            return causal_conv(x, weight, states, rows, conv.bias, True, runs)
+        def kernel(rows: StateRows, out: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+            return causal_conv(x, weight, states, rows, conv.bias, True, runs, out)
 
-        return run_scan(packed, kernel, x)
+        return run_scan(packed, kernel, x.new_empty(len(x), len(weight)), x)
 
     def _scanned(self, packed: PackedStates, mixed: torch.Tensor, joined: torch.Tensor) -> torch.Tensor:
         """Return the results of the delta rule, [tokens, value heads, value dim]."""
@@ -86,14 +86,15 @@ class FusedDeltaMixer:
         keys, dim = module.num_k_heads * module.head_k_dim, module.head_k_dim
         b, a = (self._part(joined, part)[..., 0] for part in (self._columns.b, self._columns.a))
 
-        def kernel(rows: StateRows, mixed: Any, b: Any, a: Any) -> torch.Tensor:
+        def kernel(rows: StateRows, out: torch.Tensor | None, mixed: Any, b: Any, a: Any) -> torch.Tensor:
             query, key = (
                 mixed[:, first : first + keys].view(-1, module.num_k_heads, dim) for first in (0, keys)
             )
             value = mixed[:, 2 * keys :].view(-1, module.num_v_heads, module.head_v_dim)
-            return delta_rule(query, key, value, a, b, states, rows, normalise=True, gates=gates)
+            return delta_rule(query, key, value, a, b, states, rows, normalise=True, gates=gates, out=out)
 
-        return run_scan(packed, kernel, mixed, b, a)
+        out = mixed.new_empty(len(mixed), module.num_v_heads, module.head_v_dim)
+        return run_scan(packed, kernel, out, mixed, b, a)
 
     def _part(self, joined: torch.Tensor, columns: tuple[int, int], dim: int = 1) -> torch.Tensor:
         """Return a view of one part of `joined`, [tokens, key heads, value heads per key head, dim]."""
@@ -104,7 +105,7 @@ class FusedDeltaMixer:
 
 
 def fuse_delta_mixer(module: Any) -> bool:
-    """Replace the forward of a mixer with a gated delta rule by a fused forward. Returns whether it was replaced. The
+    """Replace the forward of a mixer with a gated delta rule by a fused forward. Return whether it was replaced. The
     norm of the mixer must already be fused."""
     names = next((each for each in (INTERLEAVED, SEPARATE) if hasattr(module, each[0])), None)
     if names is None or not hasattr(module, "packed_forward") or getattr(module, "activation", "") != "silu":
@@ -147,7 +148,7 @@ def _interleaved(module: Any) -> _Columns | None:
 
 
 def _separate(module: Any) -> _Columns:
-    """Return the columns of a module with one projection for each of qkv, z, b and a."""
+    """Return the columns of a module that has four projections: qkv, z, b and a."""
     each = module.num_v_heads // module.num_k_heads
     z = 2 * module.num_k_heads * module.head_k_dim + module.num_v_heads * module.head_v_dim
     b = z + module.num_v_heads * module.head_v_dim
@@ -168,7 +169,7 @@ def _computes_same(module: Any, fused: FusedDeltaMixer, width: int) -> bool:
     found = []
     for forward in (module.packed_forward, fused):
         fields = {"conv": conv.clone().to(weight), "recurrent": recurrent.clone().to(weight.device)}
-        states = PackedStates(fields, rows)
+        states = PackedStates(fields, (StatePart(rows),))
         token = current_states.set(states)
         try:
             found.append((forward(x, cache_params=states), *fields.values()))

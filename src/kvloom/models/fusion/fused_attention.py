@@ -186,7 +186,7 @@ KNOWN_ARGUMENTS = IGNORED | {
 
 
 def fuse_attention(module: Any, implementation: type[FusedAttention] | None = None) -> bool:
-    """Replace the forward of an attention module by a fused forward. Returns whether the forward was replaced. The
+    """Replace the forward of an attention module by a fused forward. Return whether the forward was replaced. The
     forward is replaced only if, on random input, the old and the new forward pass the same tensors to the pages and
     return the same result.
 

@@ -138,7 +138,7 @@ class _RecordingPages:
 
 
 def fuse_latent_attention(module: Any) -> bool:
-    """Replace the forward of an MLA module by a fused forward. Returns whether the forward was replaced. The forward is
+    """Replace the forward of an MLA module by a fused forward. Return whether the forward was replaced. The forward is
     replaced only if, on random input, the old and the new forward write the same latents and return the same result.
     The norms of the module must already be fused."""
     if not keeps_latents(module) or not hasattr(module, "layer_idx"):

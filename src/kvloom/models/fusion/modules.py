@@ -23,6 +23,7 @@ modules become views of that tensor. A fused decoder layer overwrites its input.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -259,12 +260,15 @@ class _FusedDecoderLayer:
     ) -> None:
         self._module, self._output, self._pres, self._posts = module, output, pres, posts
         self._mlp: _FusedMLP | FusedBlock = module.mlp.forward
+        self._names = tuple(inspect.signature(module.forward).parameters)[1:]
         self.after: _FusedNorm | None = None
 
     def __call__(self, hidden_states: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
         x, (first, second) = hidden_states, self._pres
+        if more:
+            named = dict(zip(self._names, more, strict=False)) | named
         if self._posts:
-            y = self._module.self_attn(*more, hidden_states=self._first(x), **named)[0]
+            y = self._module.self_attn(hidden_states=self._first(x), **named)[0]
             z = add_norm(x, y, self._posts[0].normed, second.normed)
             assert z is not None
             after = None if torch.compiler.is_compiling() else self.after
@@ -273,7 +277,7 @@ class _FusedDecoderLayer:
                 vars(x)[NORMED_ATTRIBUTE] = after, z
             return x
         self._output.into = x
-        self._module.self_attn(*more, hidden_states=first(x), **named)
+        self._module.self_attn(hidden_states=first(x), **named)
         return self._mlp(second(x), into=x)
 
     def _first(self, x: torch.Tensor) -> torch.Tensor:
@@ -310,7 +314,7 @@ SANDWICH = (
 
 
 def _fuse_layer(module: Any) -> bool:
-    """Fuse a decoder layer of attention and a gated MLP. Returns whether the layer was fused. The layer's own
+    """Fuse a decoder layer of attention and a gated MLP. Return whether the layer was fused. The layer's own
     forward and the fused forward are first compared, with a stand-in for attention. The layer is fused only if their
     results are equal."""
     attention, mlp = getattr(module, "self_attn", None), getattr(module, "mlp", None)

@@ -143,12 +143,15 @@ class _FusedRouter:
 
     def __init__(self, module: Any, routing: Routing, dtype: torch.dtype, exact: bool) -> None:
         self._module, self._routing, self._dtype, self._exact = module, routing, dtype, exact
+        self._own = module.forward
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         x = x.reshape(-1, x.shape[-1])
         return (linear_float32 if self._exact else functional.linear)(x, self._module.weight)
 
-    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def __call__(self, x: torch.Tensor, *more: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if any(each is not None for each in more):
+            return self._own(x, *more)  # type: ignore[no-any-return]
         logits, bias = self._logits(x), getattr(self._module, "e_score_correction_bias", None)
         return logits, *choose_experts(logits, self._routing, self._dtype, bias)
 

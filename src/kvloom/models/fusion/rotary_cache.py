@@ -49,7 +49,7 @@ class RotaryCache:
 
 
 def fuse_rotary_embedding(module: Any, limit: int, like: torch.Tensor) -> bool:
-    """Replace a rotary embedding by a table of `limit` positions if the table gives the same values. Returns whether
+    """Replace a rotary embedding by a table of `limit` positions if the table gives the same values. Return whether
     the embedding was replaced. The table has the dtype and device of the tensor `like`. A shorter table from an
     earlier call is extended.
     """

@@ -1,7 +1,7 @@
 """Finds out whether a model is a plain decoder of few weights, which native code can run as a whole (`cpu.SmallModel`).
 
-A draft model generates one token after the other. In a small model on a CPU, calls between modules then take most of the
-time. The whole model is replaced only for drafts, only for Llama's architecture, and only if all its layers are fused.
+In a small model on a CPU, calls between modules take much of the time of a decode step. Steps of a few tokens then run in
+native code, for Llama's architecture, and only if all layers are fused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .rotary_cache import LENGTH_DEPENDENT
 
 __all__ = ["small_model"]
 
-MAX_WEIGHTS = 1 << 22
+MAX_WEIGHTS = 1 << 24
 """A larger model spends its time in products, for which torch uses several threads."""
 MAX_POSITIONS = 1 << 15
 """The largest number of positions for which a table of rotary angles is made."""
@@ -29,7 +29,7 @@ def small_model(model: Any, pages: Pages, limit: int) -> cpu.SmallModel | None:
     """Return the native form of a fused model whose K and V are in `pages`. All positions are below `limit`. Return None
     if native code does not support the model, its dtype or its pages.
     """
-    if not cpu.HAS_GENERATE or type(model).__name__ != "LlamaForCausalLM" or limit > MAX_POSITIONS:
+    if not cpu.IS_BUILT or type(model).__name__ != "LlamaForCausalLM" or limit > MAX_POSITIONS:
         return None
     if sum(weight.numel() for weight in model.parameters()) > MAX_WEIGHTS:
         return None

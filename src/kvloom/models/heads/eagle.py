@@ -158,7 +158,7 @@ def _fields(path: Path) -> dict[str, Any]:
 
 
 def _renamed(name: str) -> str | None:
-    """Return the name that a head's weight has in a Llama model with one layer. Returns None for a weight that is
+    """Return the name that a head's weight has in a Llama model with one layer. Return None for a weight that is
     not needed."""
     if name == "t2d":
         return None

@@ -10,6 +10,7 @@ from .fingerprint import model_fingerprint, vision_fingerprint
 from .loader import (
     BUILDING,
     LoadFormat,
+    check_ranks,
     choose_device,
     divide_context,
     language_model_class,
@@ -25,6 +26,7 @@ from .loader import (
 __all__ = [
     "BUILDING",
     "LoadFormat",
+    "check_ranks",
     "choose_device",
     "divide_context",
     "language_model_class",

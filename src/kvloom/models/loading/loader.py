@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -48,6 +49,7 @@ from .quantisation import check_packages, prepare_quantisation, quantisation_met
 __all__ = [
     "BUILDING",
     "LoadFormat",
+    "check_ranks",
     "choose_device",
     "divide_context",
     "language_model_class",
@@ -64,6 +66,11 @@ LoadFormat = Literal["auto", "random"]
 STD = 0.02
 _CHUNK = 1 << 22
 _ALIGNMENT = 64
+TEXT_NAMES = {
+    r"^(model\.)?language_model\.(model\.)?(?!lm_head)": "model.",
+    r"^(model\.)?language_model\.lm_head": "lm_head",
+}
+"""How weights of the text part of a larger model are renamed: its own class has other names."""
 BUILDING = threading.RLock()
 """Transformers changes torch's default dtype while it builds a model, so only one thread builds at a time."""
 _LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -95,10 +102,11 @@ def load(
     seed: int = 0,
     ranks: RankGroups | None = None,
     whole_output: bool = False,
+    text_only: bool = False,
 ) -> tuple[Any, Any | None]:
     """Return a model on `device`, ready to run, and its tokenizer or None. The default device is a GPU if there is one.
     With `dtype` "auto", weights have the dtype of the checkpoint. Random weights depend only on seed, device and dtype.
-    `progress` shows bars on stderr.
+    `progress` shows bars on stderr. With `text_only`, a model of images or audio is loaded without its other parts.
 
     With `ranks`, return the part of the model that this rank computes. Every rank must call this function. If the ranks
     divide only the context, each of them gets the whole model. A rank computes the logits of only a part of the
@@ -106,7 +114,7 @@ def load(
 
     Raises ModelError if a file is missing or the model cannot run. These checks run before any weight is read.
     """
-    where, config, kind = _checked_config(model, dtype, device, load_format)
+    where, config, kind = _checked_config(model, dtype, device, load_format, text_only)
     if ranks is not None and ranks.context is not None:
         _check_context(_meta_model(*language_model_class(config)))
     with progress_bars(progress):
@@ -135,7 +143,7 @@ def load_vision(
     loaded. The arguments are those of `load`. Raises ModelError if the model takes neither.
     """
     where, config, kind = _checked_config(model, dtype, device, load_format)
-    families = {**VISION_FAMILIES, **AUDIO_FAMILIES}
+    families = {*VISION_FAMILIES, *AUDIO_FAMILIES}
     if config.model_type not in families:
         raise ModelError(
             f"{model}: model type {config.model_type!r} takes no images and no audio; the families that do: "
@@ -151,7 +159,11 @@ def load_vision(
 
 
 def _checked_config(
-    model: str, dtype: torch.dtype | str, device: torch.device | str | None, load_format: LoadFormat
+    model: str,
+    dtype: torch.dtype | str,
+    device: torch.device | str | None,
+    load_format: LoadFormat,
+    text_only: bool = False,
 ) -> tuple[torch.device, Any, torch.dtype]:
     """Return device, config and dtype of a model. Raises ModelError if a file is missing or the model cannot run."""
     if load_format not in ("auto", "random"):
@@ -161,11 +173,46 @@ def _checked_config(
     if load_format == "auto":
         _check_files(model)
         prepare_quantisation(config, model)
+    if text_only:
+        config = _text_part(config, model)
     reason = refusal(config)
     if reason is not None:
         raise ModelError(f"{model}: {reason}")
     own = config.dtype or config.get_text_config().dtype or torch.bfloat16
     return where, config, _dtype(own if dtype == "auto" else dtype)
+
+
+def _text_part(config: Any, model: str) -> Any:
+    """Return the config of the text part of a model. Raises ModelError if transformers has no class for this part."""
+    from transformers import AutoModelForCausalLM
+
+    text = config.get_text_config()
+    if text is config:
+        return config
+    if type(text) not in AutoModelForCausalLM._model_mapping:
+        raise ModelError(
+            f"{model}: text_only: transformers has no class for the text part of model type {config.model_type!r}: "
+            "turn it off"
+        )
+    text.dtype, text.tie_word_embeddings = config.dtype or text.dtype, config.tie_word_embeddings
+    if quantisation_method(config) is not None:
+        text.quantization_config = config.quantization_config
+    return text
+
+
+def check_ranks(
+    model: str, tensor_parallel: int, load_format: LoadFormat = "auto", text_only: bool = False
+) -> None:
+    """Raise ModelError for a model of images or audio that several ranks cannot compute. Reads only its config, so that
+    no rank starts in vain."""
+    config = transformers_config(model, load_format)
+    if text_only:
+        config = _text_part(config, model)
+    reads_images = config.model_type in VISION_FAMILIES
+    if tensor_parallel > 1 and (reads_images or config.model_type in AUDIO_FAMILIES):
+        raise ModelError(f"{model}: {refused('tensor parallel, images')}")
+    if reads_images:
+        raise ModelError(f"{model}: {refused('context parallel, images')}")
 
 
 def _without_text_layers(config: Any) -> Any:
@@ -377,7 +424,9 @@ def _weights(model: str, config: Any, dtype: torch.dtype, device: torch.device) 
     if quantisation_method(config) is not None:
         own.quantization_config = config.quantization_config  # `own` may be the text part of `config`
     direct = is_accelerate_available() and device.type != "cpu"
-    place = {"device_map": {"": device}} if direct else {}
+    place: dict[str, Any] = {"device_map": {"": device}} if direct else {}
+    if _has_other_parts(model, config):
+        place["key_mapping"] = TEXT_NAMES
     try:
         with _reading_by_tensor():
             loaded, info = cls.from_pretrained(
@@ -393,6 +442,11 @@ def _weights(model: str, config: Any, dtype: torch.dtype, device: torch.device) 
     if quantisation_method(config) is not None:
         replace_up_projections(loaded, dtype)
     return loaded if direct else loaded.to(device)
+
+
+def _has_other_parts(model: str, config: Any) -> bool:
+    """Return whether the checkpoint is that of a larger model, of which `config` is the text part."""
+    return not is_gguf(model) and transformers_config(model).model_type != config.model_type
 
 
 def _source(model: str) -> dict[str, Any]:
@@ -480,6 +534,8 @@ def shard_model(model: Any, ranks: Ranks, whole_output: bool = False) -> Any:
     the vocabulary, or all logits with `whole_output`. Every rank must call this function.
     Raises ModelError if the model cannot be divided."""
     whole, part, cuts = _plan_shard(type(model), model.config, ranks.shard)
+    for config in (part.config, part.config.get_text_config()):
+        config.dtype = model.dtype  # the dtype of K and V
     part.to_empty(device=next(model.parameters()).device)
     part.tie_weights()
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
@@ -699,4 +755,8 @@ def _dtype(given: torch.dtype | str) -> torch.dtype:
 
 
 def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """Return the first line of an error message, and the package that it asks to install."""
+    text = str(error)
+    line = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    asked = re.search(r"pip install [\w.-]+", text)
+    return line if asked is None or asked[0] in line else f"{line.rstrip(':')}: {asked[0]}"

@@ -276,7 +276,9 @@ def _record_attention(
         )
     if source != layer:
         cache.sources[layer] = source
-    cache.attended.setdefault(layer, []).append(keywords.get("sliding_window"))
+    # Some modules state their window only in the mask that they get.
+    window = keywords.get("sliding_window", getattr(module, "sliding_window", None))
+    cache.attended.setdefault(layer, []).append(window)
     return query.new_empty((1, query.shape[2], query.shape[1], value.shape[-1])), None
 
 

@@ -40,9 +40,18 @@ from .image_inputs import EMBEDDINGS, Image, ImageGroup, ImageInputs, VisibleIma
 from .latents import absorb
 from .own_cache import runs_separately
 from .pages import GraphSplitter, Pages
-from .rotated_copy import RotatedCopier, RotationError, without_sinks
-from .scales import Scales, checkpoint_of, fingerprint, load_scales, read_scales, scale_sizes, write_scales
-from .scans import PackedStates, current_states, run_scan
+from .rotated_copy import AttentionSinks, RotatedCopier, RotatedCopy, RotationError
+from .scales import (
+    Scales,
+    checkpoint_of,
+    divide_scales,
+    fingerprint,
+    load_scales,
+    read_scales,
+    scale_sizes,
+    write_scales,
+)
+from .scans import PackedStates, StatePart, current_states, run_scan
 from .sequence_cache import (
     EncoderDecoderSequenceCache,
     SequenceCache,
@@ -58,6 +67,7 @@ __all__ = [
     "EMBEDDINGS",
     "IGNORED",
     "REFUSED_FAMILIES",
+    "AttentionSinks",
     "Batch",
     "BatchBuilder",
     "DividedStep",
@@ -71,9 +81,11 @@ __all__ = [
     "PackedStates",
     "Pages",
     "RotatedCopier",
+    "RotatedCopy",
     "RotationError",
     "Scales",
     "SequenceCache",
+    "StatePart",
     "TokenMover",
     "VisibleImages",
     "Work",
@@ -82,6 +94,7 @@ __all__ = [
     "cache_argument",
     "checkpoint_of",
     "current_states",
+    "divide_scales",
     "divide_step",
     "fingerprint",
     "forward_arguments",
@@ -101,6 +114,5 @@ __all__ = [
     "scale_sizes",
     "separation_reason",
     "up_projection",
-    "without_sinks",
     "write_scales",
 ]

@@ -89,6 +89,18 @@ class ColdRows:
 
 
 @dataclass(frozen=True, slots=True)
+class StateInputs:
+    """The sequences of one part of a replayed step with prompts, for recurrent layers (see `mixers.MixerSteps`). `starts`,
+    `read` and `write` are inputs of `StateRows`, `read` and `write` by group [runs, sequences]. `longest` is an upper
+    bound of the number of tokens of a sequence."""
+
+    starts: torch.Tensor
+    read: dict[int, torch.Tensor]
+    write: dict[int, torch.Tensor]
+    longest: int
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """The inputs of one step. The new tokens of all sequences are packed in one tensor, one sequence after another.
     In the shapes, `rows` is the number of sequences, and `runs` the number of pages that a block has in the group.
@@ -96,7 +108,7 @@ class Batch:
     | field                | meaning                                                                                          |
     |----------------------|--------------------------------------------------------------------------------------------------|
     | tables[group]        | page ids [runs, rows, blocks]                                                                    |
-    | slots[group]         | slot to which each token is written [runs, tokens]: `page * block_tokens + place`; -1 if another |
+    | slots[group]         | slot to which each token is written [runs, tokens]: `page * page_tokens + place`; -1 if another |
     |                      | rank stores the token (context parallelism)                                                      |
     | pages[group], places | page id of each token, and its place (offset) inside the page; slots are computed from both      |
     | last                 | index of each sequence's last token                                                              |
@@ -106,6 +118,7 @@ class Batch:
     | shares               | whether some sequences share pages (`Pages.set_shared_runs`)                                     |
     | embeds               | embeddings that replace `tokens`, if the step has images                                         |
     | spans                | image id of each token; tokens of one image see each other in both directions                    |
+    | windows_join         | whether `spans` applies only to layers with windows                                              |
     | rotary               | rotary positions where they differ from `positions`: [tokens] or [3, tokens]                     |
     | seen                 | images that cross-attention layers read                                                          |
     | cold                 | sequences with cold blocks, which full-attention layers read from host memory                    |
@@ -115,6 +128,7 @@ class Batch:
     | trees                | draft trees: which tokens of its sequence each token sees (`kernels.attention.Mask`)             |
     | previous             | if `trees`: each token's predecessor, as an index in the sequence; -1 for the first token        |
     | adapters             | the LoRA adapters of the tokens; None if no token uses an adapter                                |
+    | state_inputs         | in a replayed step with prompts: single tokens and prompts, for recurrent layers                 |
 
     The position of a tree token depends on its depth in the tree, so tokens of two branches may have the same
     position. Every token has its own slot.
@@ -138,6 +152,7 @@ class Batch:
     shares: bool = False
     embeds: torch.Tensor | None = None
     spans: torch.Tensor | None = None
+    windows_join: bool = False
     rotary: torch.Tensor | None = None
     seen: VisibleImages | None = None
     cold: ColdRows | None = None
@@ -149,6 +164,7 @@ class Batch:
     trees: torch.Tensor | None = None
     previous: torch.Tensor | None = None
     adapters: AdapterRows | None = None
+    state_inputs: tuple[StateInputs, ...] = ()
 
     @property
     def queries(self) -> tuple[Ints, Ints] | None:
@@ -165,6 +181,9 @@ class Batch:
         return rows, (lengths - counts)[rows] + np.arange(self.bounds[-1]) - np.array(self.bounds)[rows] + 1
 
 
+PROMPT_ROWS = 32
+"""Largest number of prompts in a replayed step, if the model has recurrent layers. Their kernels reserve memory for the
+states of all chunks of these prompts."""
 DRAFT_STEP_TOKENS = 256
 """Largest number of tokens in a replayed step with drafts."""
 REPLAYED = -2
@@ -235,8 +254,8 @@ class BatchBuilder:
     - `mirrored`: the device has its own copy of the block tables, as on a GPU. Otherwise the tables of the
       cache are used.
     - `shifted`: images shift rotary positions.
-    - `tree_columns`: largest number of tokens of a sequence in a step that replays a CUDA graph and has draft trees, a
-      multiple of 4. 0 means that steps that replay a graph have no trees.
+    - `tree_columns`: for steps that replay a CUDA graph and have draft trees, the largest number of tokens of a
+      sequence, a multiple of 4. 0 means that such steps have no trees.
     - `adapted`: sequences may use LoRA adapters.
     """
 
@@ -267,6 +286,8 @@ class BatchBuilder:
         most = 4 * tokens + (5 + width + self._states + shifted) * max(rows + 1, DRAFT_STEP_TOKENS) + 1
         most += (2 + tree_columns // 4) * DRAFT_STEP_TOKENS if tree_columns else 0
         most = max(most, field_count(width, self._states, shifted) * rows)
+        if self._states:
+            most += sum(self._state_sizes)
         self._counting = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
         self._last = torch.arange(rows, device=self.device)
         self._sent = torch.zeros(most, dtype=torch.int32, device=self.device)
@@ -292,8 +313,8 @@ class BatchBuilder:
         return self._tree_columns > 0
 
     def lay_out(self, works: Many[Work], chosen: torch.Tensor | None = None) -> Batch:
-        """Return the batch of `works`, in order. `chosen` are the tokens that the previous step sampled. They are
-        needed only if some work has a `source` other than -1."""
+        """Return the batch of `works`, in order. `chosen` are the tokens that the previous step sampled. Needed only
+        if a `source` in `works` is not -1."""
         numbers = self._numbers(works)
         blocks = -(-int(numbers.lengths.max()) // self._block)
         if not self._mirrored:
@@ -336,6 +357,10 @@ class BatchBuilder:
             },
         )
 
+    def fits_graph(self, works: Many[Work]) -> bool:
+        """Return whether a graph of `packed` can compute the state layers of a step."""
+        return not self._states or len(works) - leading_singles([len(w.tokens) for w in works]) <= PROMPT_ROWS
+
     def send(self, works: Many[Work], rows: int, tokens: int) -> None:
         """Upload the inputs of a step, for a replay of the graph that was captured with `packed(tokens)`. Padding
         sequences fill the batch up to `rows` sequences. The last padding sequence holds all padding tokens, so that
@@ -347,7 +372,31 @@ class BatchBuilder:
             np.full(spare, self._tables.shape[1] - 1), np.zeros(spare, np.int64), np.append(np.zeros(spare, np.int64), left),
             np.zeros((self._states, spare), np.int32), np.zeros(spare if self._shifted else 0, np.int64),
         )  # fmt: skip
-        self._send(self._numbers(works).append_rows(padding) if works else padding, tokens)
+        numbers = self._numbers(works) if works else None
+        every = padding if numbers is None else numbers.append_rows(padding)
+        self._send(every, tokens, self._state_numbers(numbers) if self._states else ())
+
+    @property
+    def _state_sizes(self) -> list[int]:
+        """The sizes of the arrays of `_state_numbers`."""
+        counts = self.rows, PROMPT_ROWS
+        return [size for n in counts for size in (n + 1, self._states * n, self._states * n)]
+
+    def _state_numbers(self, numbers: _StepNumbers | None) -> list[Ids]:
+        """Return three arrays for each of the two parts of a step, single tokens and prompts: starts, and the state
+        pages to read and to write. Padding sequences have no tokens and no pages."""
+        found: list[Ids] = []
+        singles = 0 if numbers is None else leading_singles(np.diff(numbers.starts))
+        for part, size in ((slice(singles), self.rows), (slice(singles, None), PROMPT_ROWS)):
+            starts = np.zeros(size + 1, np.int32)
+            pages = np.zeros((2, self._states, size), np.int32)
+            if numbers is not None:
+                own = numbers.states[:, part]
+                pages[:, :, : own.shape[1]] = own * ~np.array(numbers.fresh[part], np.bool_), own
+                bounds = numbers.starts[: singles + 1] if part.stop is not None else numbers.starts[singles:]
+                starts[: len(bounds)], starts[len(bounds) :] = bounds, bounds[-1]
+            found += [starts, pages[0].reshape(-1), pages[1].reshape(-1)]
+        return found
 
     def send_drafted(self, works: Many[Work], size: int) -> None:
         """Upload a step of up to `size` tokens, for a replay of the graph that was captured with `drafted(size)`.
@@ -470,7 +519,21 @@ class BatchBuilder:
         rows = self.rows + 1
         bounds = (*(0,) * rows, tokens)
         batch = self._batch(self._tables.shape[2], chosen, (False,) * rows, bounds, (0,) * rows)
+        if self._states:
+            begin, sizes = sum(self._part_sizes(tokens, rows)), self._state_sizes
+            parts = torch.split(self._sent[begin : begin + sum(sizes)], sizes)
+            batch = replace(
+                batch,
+                state_inputs=(self._state_inputs(parts[:3], 1), self._state_inputs(parts[3:], tokens)),
+            )
         return self._with_adapters(batch, tokens)
+
+    def _state_inputs(self, arrays: Many[torch.Tensor], longest: int) -> StateInputs:
+        """Return the inputs of one part of a step from its three arrays of `_state_numbers`."""
+        starts, read, write = arrays
+        groups = self.cache.layout.of("state")
+        pages = [{g.index: ids.view(self._states, -1)[g.columns] for g in groups} for ids in (read, write)]
+        return StateInputs(starts, pages[0], pages[1], longest)
 
     def _with_adapters(self, batch: Batch, tokens: int) -> Batch:
         """Return the batch of a graph, with the adapter slots of its first `tokens` tokens. The slots are those of the
@@ -551,8 +614,8 @@ class BatchBuilder:
         images = [work.images for work in works] if self._shifted else []
         return np.array([0 if inputs is None else inputs.shift for inputs in images], dtype=np.int64)
 
-    def _send(self, numbers: _StepNumbers, slot_count: int = 0) -> None:
-        self._copy(*numbers.parts, slots=numbers.adapters, slot_count=slot_count)
+    def _send(self, numbers: _StepNumbers, slot_count: int = 0, more: Many[Ids] = ()) -> None:
+        self._copy(*numbers.parts, *more, slots=numbers.adapters, slot_count=slot_count)
         if self._mirrored:
             rows = numbers.rows[numbers.rows < self.cache.page_tables.shape[1]]
             self._send_tables(rows, self.cache.take_changed(rows))
@@ -641,7 +704,7 @@ class BatchBuilder:
             last=torch.from_numpy(numbers.starts[1:] - 1),
             tables={group.index: tables[group.columns] for group in tokens},
             slots={
-                group.index: self._own_slots(pages[group.columns], positions, group.block_tokens)
+                group.index: self._own_slots(pages[group.columns], positions, group.page_tokens)
                 if group.parts > 1
                 else slots[group.columns]
                 for group in tokens
@@ -674,11 +737,14 @@ class BatchBuilder:
         sizes: tuple[int, ...],
     ) -> Batch:
         """Return the batch. The device computes it from the numbers that were uploaded for this step."""
-        tokens, rows = bounds[-1], len(sizes)
-        parts = [tokens, tokens, tokens, tokens, rows, rows, rows + 1, self._states * rows]
-        parts.append(rows if self._shifted else 0)
+        parts = self._part_sizes(bounds[-1], len(sizes))
         numbers = torch.split(self._sent[: sum(parts)], parts)
         return self._gather(numbers, blocks, chosen, fresh, bounds, sizes)
+
+    def _part_sizes(self, tokens: int, rows: int) -> list[int]:
+        """Return the sizes of `_StepNumbers.parts`."""
+        shifts = rows if self._shifted else 0
+        return [tokens, tokens, tokens, tokens, rows, rows, rows + 1, self._states * rows, shifts]
 
     def _gather(
         self,
@@ -710,7 +776,7 @@ class BatchBuilder:
             last=starts[1:].long() - 1,
             tables={group.index: tables[group.columns] for group in layout.of("token")},
             slots={
-                group.index: self._own_slots(pages[group.columns], positions, group.block_tokens)
+                group.index: self._own_slots(pages[group.columns], positions, group.page_tokens)
                 if group.parts > 1
                 else slots[group.columns]
                 for group in layout.of("token")
@@ -723,6 +789,12 @@ class BatchBuilder:
             sizes=sizes,
             rotary=positions + shifts[row_of] if self._shifted else None,
         )
+
+
+def leading_singles(counts: Many[int] | Ints) -> int:
+    """Return how many sequences at the start of a step have one token. `counts` has the number of tokens of each
+    sequence."""
+    return next((i for i, count in enumerate(counts) if count != 1), len(counts))
 
 
 def _adapter_slots(works: Many[Work], positions: Ints, starts: Ints) -> Ids | None:

@@ -5,8 +5,8 @@ does.
 |--------------------------|------------------------------------------|----------------------------------------|
 | DeepSeek (MLA)           | caches latents, but its attention        | attention in latent space              |
 |                          | expects expanded keys and values         | (`absorb_latent`)                      |
-| Phi-3 and -4 (longrope)  | rotary frequencies depend on the longest | frequencies are chosen once            |
-|                          | sequence of a step                       | (`fix_rope_frequencies`)               |
+| longrope, dynamic rope   | rotary frequencies depend on the longest | frequencies are chosen once            |
+| (Phi-3, Phi-4, …)        | sequence of a step                       | (`fix_rope_frequencies`)               |
 | GPT-2, BERT, …           | check every step's tokens for padding,   | the check is disabled (`prepare`)      |
 |                          | and warn                                 |                                        |
 | Granite hybrids, windows | sliding layers need a mask that the      | an empty mask for every layer kind     |
@@ -33,8 +33,6 @@ from typing import Any
 
 import torch
 
-from kvloom.models.specs import ModelError
-
 from .latents import absorb
 from .mixers import is_mixer
 from .packed_decoder import packing_refusal
@@ -53,8 +51,10 @@ __all__ = [
     "up_projection",
 ]
 
-FIXED_LONGROPE = "longrope, settled"
+FIXED_ROPE = "settled"
 """A rope type that transformers does not update, so the chosen frequencies stay fixed."""
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""The rope types whose frequencies transformers updates."""
 INDEXER = "an indexer selects the tokens that its layers read"
 _NO_CACHE = "it has no K and V of earlier tokens: each new token computes the whole text again"
 _CODEBOOKS = "its tokens are frames of sound, with one number from each of several codebooks"
@@ -145,8 +145,7 @@ def _takes(module: Any, argument: str) -> bool:
 
 
 def prepare(model: Any, context: int | None = None) -> None:
-    """Prepare a model to run on pages or on the meta device. Repeated calls are allowed. Raises ModelError for
-    dynamic rope scaling."""
+    """Prepare a model to run on pages or on the meta device. Repeated calls are allowed."""
     for module in model.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
             module.warn_if_padding_and_no_attention_mask = _nothing
@@ -206,33 +205,32 @@ def fix_rope_frequencies(model: Any, context: int | None = None) -> None:
     """Fix rotary frequencies that would otherwise depend on the longest sequence of a batch. Stored keys must not
     depend on other requests.
 
-    Chooses the long frequencies if `context` exceeds the original training length. The default `context` is the
-    model's limit. With the long frequencies, short requests differ from `generate()`. Later calls may pass another
-    `context`. Raises ModelError for dynamic scaling.
+    With longrope, chooses the long frequencies if `context` exceeds the original training length. The default `context`
+    is the model's limit. With the long frequencies, short requests differ from `generate()`. Later calls may pass
+    another `context`. With dynamic rope scaling, the frequencies are those of the model's limit, which no sequence
+    exceeds. They equal those of shorter sequences.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         for layer_type, kind in (kinds if isinstance(kinds, dict) else {None: kinds}).items():
-            if kind == "dynamic":
-                raise ModelError(
-                    "its rotary frequencies change with the length of a batch (rope type dynamic): use yarn or linear"
-                )
-            if kind != "longrope" and not (kind == FIXED_LONGROPE and context is not None):
+            if kind not in LENGTH_DEPENDENT and not (kind == FIXED_ROPE and context is not None):
                 continue
             config = module.config
             parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
-            first = int(parameters["original_max_position_embeddings"])
-            long = (context or config.max_position_embeddings) > first
-            chosen, _ = ROPE_INIT_FUNCTIONS["longrope"](
-                config, seq_len=first + 1 if long else first, layer_type=layer_type
+            length = None
+            if parameters["rope_type"] == "longrope":
+                first = int(parameters["original_max_position_embeddings"])
+                length = first + ((context or config.max_position_embeddings) > first)
+            chosen, _ = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](
+                config, seq_len=length, layer_type=layer_type
             )
             name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
             old = getattr(module, name)
             module.register_buffer(name, chosen.to(old.device, old.dtype), persistent=False)
             module.rope_type = (
-                FIXED_LONGROPE if layer_type is None else {**module.rope_type, layer_type: FIXED_LONGROPE}
+                FIXED_ROPE if layer_type is None else {**module.rope_type, layer_type: FIXED_ROPE}
             )
 
 

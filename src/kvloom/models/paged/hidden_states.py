@@ -14,24 +14,23 @@ import torch
 from kvloom.core import Field
 from kvloom.kernels.dtypes import TORCH_DTYPES
 from kvloom.kernels.memory import LayerView
+from kvloom.models.specs import HIDDEN_STATE
 
 from .batch import Batch
 
 __all__ = ["HiddenStates", "hidden_states_field"]
 
-_NAME = "hidden"
-
 
 def hidden_states_field(size: int, dtype: torch.dtype) -> Field:
     """Return the field of a head's layer that stores one hidden state of `size` values for each token."""
-    return Field(_NAME, (size,), next(name for name, known in TORCH_DTYPES.items() if known == dtype))
+    return Field(HIDDEN_STATE, (size,), next(name for name, known in TORCH_DTYPES.items() if known == dtype))
 
 
 class HiddenStates:
     """Reads and writes the hidden states in the pages of one layer. Does not wait for the device."""
 
     def __init__(self, view: LayerView) -> None:
-        self._group, self._run, self._states = view.group, view.run, view.fields[_NAME]
+        self._group, self._run, self._states = view.group, view.run, view.fields[HIDDEN_STATE]
 
     def write(self, batch: Batch, states: torch.Tensor, at: torch.Tensor | None = None) -> None:
         """Write hidden states [tokens, size] to pages. Without `at`, there is one hidden state for each token of the

@@ -48,7 +48,7 @@ def out_of_latent_space(
     found: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Multiply `found`, the attention results in latent space [tokens, heads, rank], by `weight`, the up-projection of
-    values [heads, dim, rank]. Returns the products [tokens, heads, dim]. Writes to `out` if it is given."""
+    values [heads, dim, rank]. Return the products [tokens, heads, dim]. Writes to `out` if it is given."""
     if out is None:
         out = found.new_empty((*found.shape[:2], weight.shape[1]))
     torch.bmm(found.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))

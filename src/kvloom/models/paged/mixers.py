@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import inspect
 from functools import cached_property, partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
 from kvloom.kernels.device import upload
 from kvloom.kernels.memory import LayerView
-from kvloom.kernels.state import StateRows
+from kvloom.kernels.state import STEP_TOKENS, StateRows
 from kvloom.models.specs import ModelError
 
-from .batch import Batch
+from .batch import Batch, leading_singles
 from .scans import (
-    DraftRows,
     PackedStates,
+    StatePart,
     current_states,
     lightning_forward,
     replace_functions,
@@ -34,87 +34,121 @@ from .scans import (
 
 __all__ = ["MixerSteps", "is_mixer", "wrap_mixer"]
 
+Ints = npt.NDArray[np.int64]
+
 
 class _Part(NamedTuple):
-    tokens: torch.Tensor
+    """The sequences of a part of a step, for all layers. `sequences` are their numbers in the step. The other fields are
+    those of `StatePart` and `StateRows`."""
+
+    sequences: slice
     starts: torch.Tensor
     longest: int
+    chosen: torch.Tensor | None = None
+    is_draft: bool = False
 
 
 class MixerSteps:
-    """Divides a step into sequences for recurrent layers (mixers). The division is computed when the first layer
-    needs it. All layers with the same block table share it."""
+    """Divides a step into parts for recurrent layers (mixers). The parts are computed when the first layer needs them.
+    All layers with the same block table share them.
+
+    | part          | sequences and tokens                                                | states           |
+    |---------------|---------------------------------------------------------------------|------------------|
+    | single tokens | the sequences at the start of the step that have one token          | stored           |
+    | prompts       | all other sequences, without draft tokens                           | stored           |
+    | drafts        | draft tokens, after the states that the other parts have stored     | not stored       |
+
+    Kernels compute single tokens one after the other, and prompts in chunks. A single token takes longer in a chunk.
+    """
 
     def __init__(self, batch: Batch, batch_invariant: bool = False) -> None:
         """With `batch_invariant`, the bits of a state do not depend on how a sequence is split into steps
         (`StateRows.batch_invariant`)."""
         self.batch, self.batch_invariant = batch, batch_invariant
-        self._known: dict[tuple[int, int], StateRows] = {}
-        self._split: dict[tuple[int, int], DraftRows] = {}
+        self._known: dict[tuple[int, int], list[StatePart]] = {}
 
-    def rows(self, view: LayerView) -> StateRows:
-        """Return the sequences of the step, with their state pages in the block table of `view`."""
+    def parts(self, view: LayerView) -> list[StatePart]:
+        """Return the parts of the step in the order in which they are computed, with their state pages in the block
+        table of `view`."""
         of = view.group, view.run
         if of not in self._known:
-            ids, fresh = self.batch.states[view.group][view.run], self._fresh
-            read = ids
-            # Set here once, instead of in the kernel of every layer.
-            if self.batch_invariant and fresh is not None:
-                read, fresh = ids.masked_fill(fresh, 0), None
-            stored = self.batch.stored if self.batch.longest > 1 else None
-            self._known[of] = StateRows(
-                self.batch.starts, read, ids, self._longest, fresh, self.batch_invariant, stored
-            )
+            self._known[of] = self._replayed_parts(view) or [self._rows(view, part) for part in self._parts]
         return self._known[of]
 
-    def draft_rows(self, view: LayerView) -> DraftRows | None:
-        """Return the tokens of the step in two parts: tokens that are not drafts, and drafts. Return None if there are
-        no drafts. The states after the first part are stored. The second part starts from these states, and no state
-        is stored after it."""
-        batch, of = self.batch, (view.group, view.run)
-        if not batch.drafts:
-            return None
-        if of not in self._split:
-            ids = batch.states[view.group][view.run]
-            certain, drafts = self._places
-            first, second = (
-                StateRows(part.starts, ids, write, part.longest, fresh, self.batch_invariant)
-                for part, write, fresh in (
-                    (certain, ids, self._fresh),
-                    (drafts, torch.zeros_like(ids), None),
-                )
-            )
-            self._split[of] = DraftRows(certain.tokens, first, drafts.tokens, second)
-        return self._split[of]
+    def _replayed_parts(self, view: LayerView) -> list[StatePart]:
+        """Return the parts of a replayed step with prompts. For other steps, return an empty list."""
+        group, run = view.group, view.run
+        return [
+            StatePart(StateRows(part.starts, part.read[group][run], part.write[group][run], part.longest))
+            for part in self.batch.state_inputs
+        ]
+
+    def _rows(self, view: LayerView, part: _Part) -> StatePart:
+        ids = _aligned(self.batch.states[view.group][view.run], part.sequences)
+        fresh = None
+        if self._fresh is not None and not part.is_draft and any(self.batch.fresh[part.sequences]):
+            fresh = _aligned(self._fresh, part.sequences)
+        read, write = ids, torch.zeros_like(ids) if part.is_draft else ids
+        # Set here once, instead of in the kernel of every layer.
+        if self.batch_invariant and fresh is not None:
+            read, fresh = ids.masked_fill(fresh, 0), None
+        stored = self.batch.stored if self.batch.longest > 1 else None
+        rows = StateRows(part.starts, read, write, part.longest, fresh, self.batch_invariant, stored)
+        return StatePart(rows, part.chosen)
 
     @cached_property
-    def _places(self) -> tuple[_Part, _Part]:
-        """The tokens of the step in two parts: tokens that are not drafts, and drafts. Each part has the packed
-        indexes of its tokens, and the index of each sequence's first token in the part."""
-        bounds, drafts = np.array(self.batch.bounds), np.array(self.batch.drafts)
-        is_draft = np.zeros(bounds[-1], np.bool_)
-        for end, count in zip(bounds[1:].tolist(), drafts.tolist(), strict=True):
+    def _parts(self) -> list[_Part]:
+        batch = self.batch
+        if batch.replayed:
+            return [_Part(slice(None), batch.starts, batch.longest)]
+        counts = np.diff(batch.bounds)
+        if batch.drafts:
+            return self._parts_with_drafts(counts, np.array(batch.drafts))
+        return [
+            _Part(slice(a, b), _aligned(batch.starts, slice(a, b + 1)), int(counts[a:b].max()))
+            for a, b in self._halves(counts)
+        ]
+
+    def _parts_with_drafts(self, counts: Ints, drafts: Ints) -> list[_Part]:
+        is_draft, own = np.zeros(self.batch.bounds[-1], np.bool_), counts - drafts
+        for end, count in zip(self.batch.bounds[1:], drafts.tolist(), strict=True):
             is_draft[end - count : end] = True
-        parts = []
-        for chosen, counts in ((~is_draft, np.diff(bounds) - drafts), (is_draft, drafts)):
-            starts = np.concatenate(([0], counts.cumsum())).astype(np.int32)
-            device = self.batch.tokens.device
-            parts.append(
-                _Part(upload(np.flatnonzero(chosen), device), upload(starts, device), int(counts.max()))
-            )
-        return parts[0], parts[1]
+        certain, device = np.flatnonzero(~is_draft), self.batch.tokens.device
+        parts = [
+            (slice(a, b), own[a:b], certain[own[:a].sum() : own[:b].sum()], False)
+            for a, b in self._halves(own)
+        ]
+        parts.append((slice(len(own)), drafts, np.flatnonzero(is_draft), True))
+        return [
+            _Part(sequences, upload(_starts(each), device), int(each.max()), upload(tokens, device), is_draft)
+            for sequences, each, tokens, is_draft in parts
+        ]
 
-    @cached_property
-    def _longest(self) -> int:
-        return (
-            self.batch.longest if self.batch.replayed else max(b - a for a, b in pairwise(self.batch.bounds))
-        )
+    def _halves(self, counts: Ints) -> list[tuple[int, int]]:
+        """Return the ranges of the sequences with single tokens and of the prompts, or one range of all sequences. `counts`
+        has the number of tokens of each sequence."""
+        singles = leading_singles(counts)
+        # Without long prompts, and in batch-invariant mode, all sequences are computed token by token.
+        if not singles or self.batch_invariant or counts.max() <= STEP_TOKENS:
+            return [(0, len(counts))]
+        return [(0, singles), (singles, len(counts))]
 
     @cached_property
     def _fresh(self) -> torch.Tensor | None:
         if self.batch.replayed or not any(self.batch.fresh):
             return None
         return torch.tensor(self.batch.fresh).to(self.batch.tokens.device, non_blocking=True)
+
+
+def _aligned(x: torch.Tensor, part: slice) -> torch.Tensor:
+    """Return a part of `x`. Copied unless it begins where `x` begins: kernels are compiled once more for addresses that
+    are not aligned."""
+    return x[part].clone() if part.start else x[part]
+
+
+def _starts(counts: Ints) -> npt.NDArray[np.int32]:
+    """Return the index of each sequence's first token, and the number of tokens."""
+    return np.concatenate(([0], counts.cumsum())).astype(np.int32)
 
 
 def is_mixer(module: nn.Module) -> bool:
@@ -151,9 +185,7 @@ def wrap_mixer(module: Any) -> None:
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         pages = kwargs[argument]
         view: LayerView = pages.state_view(layer)
-        drafts = pages.steps.draft_rows(view)
-        rows = pages.steps.rows(view) if drafts is None else drafts.rows
-        states = PackedStates(view.fields, rows, drafts)
+        states = PackedStates(view.fields, pages.steps.parts(view))
         token = current_states.set(states)
         try:
             if pages.divided is None:

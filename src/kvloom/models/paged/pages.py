@@ -479,8 +479,8 @@ class Pages(EmptyCache):
         out: torch.Tensor | None = None,
         some: Absorbed | None = None,
     ) -> torch.Tensor:
-        """Return attention of packed queries over a layer's pages. Writes to `out` if it is given. With `some`,
-        `query` has only the queries of the sequences in `some`."""
+        """Return attention of packed queries over a layer's pages. Writes the result to `out`, if given. `some`
+        selects sequences, and `query` then has only their queries."""
         (view, span), batch = self._views[layer_idx], self.batch
         k, v, k_scale, v_scale = _attention_pages(view.fields, latent_values)
         cold = None if span.windowed else batch.cold
@@ -499,8 +499,9 @@ class Pages(EmptyCache):
         # Attention may read new keys and values directly only if pages store them unchanged.
         kept = not latent_values and k.dtype == new_k.dtype
         lse = None if cold is None else query.new_empty(query.shape[:2], dtype=torch.float32)
+        images = batch.spans if span.windowed or not batch.windows_join else None
         found, _ = plan.attend(
-            query, k, v, tables, Mask(span, softcap, sinks, batch.trees, batch.spans), scale,
+            query, k, v, tables, Mask(span, softcap, sinks, batch.trees, images), scale,
             k_scale, v_scale, out=out if query.dtype == own else None, lse=lse,
             new_k=new_k if kept else None, new_v=new_v if kept else None,
         )  # fmt: skip
@@ -566,10 +567,8 @@ class Pages(EmptyCache):
             rows, lengths = queries
             seen = cpu.VisibleTokens(span.first_visible_each(lengths - 1), lengths)
             tables = self.batch.tables[view.group][view.run]
-            drafts = len(rows) > len(tables)
-            self._single_token_rows[key] = cpu.SingleTokenRows(
-                tables[rows] if drafts else tables, seen, drafts
-            )
+            lines = rows if len(rows) > len(tables) else None
+            self._single_token_rows[key] = cpu.SingleTokenRows(tables, seen, lines)
         return layer, self._single_token_rows[key]
 
     def _native_pages(self, layer_idx: int) -> cpu.LayerPages | None:
@@ -644,7 +643,7 @@ class Pages(EmptyCache):
         if self._piece:
             from kvloom.kernels.attention import BatchInvariantDecodePlan, BatchInvariantPrefillPlan
 
-            longest = next(iter(self.batch.tables.values())).shape[2] * shape.block_tokens
+            longest = next(iter(self.batch.tables.values())).shape[2] * shape.page_tokens
             if rows:
                 return BatchInvariantDecodePlan(shape, self._piece, rows, longest, span, self.device)
             return BatchInvariantPrefillPlan(shape, self._piece, span, self.device)

@@ -7,12 +7,14 @@ V does not depend on the position. K is rotated by the distance n of the two pos
 position p + n equals the embedding at position p, rotated by n more positions. A test finds the rotation of each layer:
 in a prompt of equal tokens, the K of all positions differ only by their rotation. If the K of a model differ in another
 way, the model is refused.
+
+With several ranks, rank 0 finds the rotations and plans each copy. Every rank runs the plan on its part of the pages: its
+heads, or its tokens of each block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,14 +22,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvloom.core import KVCache
+from kvloom.core import KVCache, PageGroup
 from kvloom.kernels.device import upload
 from kvloom.kernels.memory import LayerView
 from kvloom.kernels.write import Rotary, apply_rotary, write
+from kvloom.models.sharding import Ranks
 
 from .pages import Pages
 
-__all__ = ["RotatedCopier", "RotationError", "without_sinks"]
+__all__ = ["AttentionSinks", "RotatedCopier", "RotatedCopy", "RotationError"]
 
 Ints = npt.NDArray[np.int64]
 LENGTH_DEPENDENT = ("dynamic", "longrope")
@@ -55,13 +58,28 @@ class Rotation:
         return Rotary(turned.cos().float(), turned.sin().float(), self.form, self.tail)
 
 
-class RotatedCopier:
-    """Copies tokens between sequences of one cache. Call `find_rotations` before the first copy."""
+@dataclass(frozen=True, slots=True)
+class RotatedCopy:
+    """A copy of tokens [first, first + count) of one sequence to the tokens [at, at + count) of another. `source` and
+    `target` are the page ids of the blocks that contain these tokens, [columns, blocks]."""
 
-    def __init__(self, cache: KVCache, pages: Pages, model: Any) -> None:
+    source: npt.NDArray[np.int32]
+    target: npt.NDArray[np.int32]
+    first: int
+    at: int
+    count: int
+
+
+class RotatedCopier:
+    """Copies tokens between sequences of one cache. Call `find_rotations` or `use_rotations` before the first copy.
+    `ranks` divide the context, if it is divided: all of them must run every copy."""
+
+    def __init__(self, cache: KVCache, pages: Pages, model: Any, ranks: Ranks | None = None) -> None:
         """Raises RotationError if a layer stores more than K and V, or if its angles depend on the prompt's length."""
-        self._cache, self._pages = cache, pages
+        self._cache, self._pages, self._ranks = cache, pages, ranks
         self._rotations: dict[int, Rotation] = {}
+        self.chosen: list[int] = []
+        """The number of the rotation of each layer, for `use_rotations` on other ranks."""
         self._angles = _angles_of(model)
         for layer in pages.token_layers:
             fields = {name for name in pages.token_view(layer).fields if not name.endswith("_scale")}
@@ -71,53 +89,101 @@ class RotatedCopier:
     def find_rotations(self, row: int, tokens: int, tolerance: float) -> None:
         """Find the rotation of each layer from a sequence of `tokens` equal tokens in row `row` of the block tables.
         `tolerance` is the largest relative error of K and V. Raises RotationError for a layer without a rotation."""
-        places = np.arange(tokens)
+        places, chosen = np.arange(tokens), []
         for layer in self._pages.token_layers:
             view = self._pages.token_view(layer)
-            k, v = self._read(view, self._page_ids(view, row, places), places)
+            group, column = self._place_of(view)
+            owner, inside = self._split(group, places)
+            own = np.flatnonzero(owner == self._rank(group))
+            pages = self._cache.page_tables[column, row, places // self._cache.block_tokens].astype(np.int64)
+            k, v = self._read(view, pages[own], inside[own])
             if v is not None and _difference(v) > tolerance:
                 raise RotationError(f"V of layer {layer} depends on the position of a token")
             errors = []
-            for rotation in self._candidates(k.shape[-1], is_latent=v is None):
-                rotary = rotation.by(-places)  # to position 0
-                errors.append((_difference(k if rotary is None else apply_rotary(k, rotary)), rotation))
-            error, found = min(errors, key=lambda one: one[0])
+            for number, rotation in enumerate(self._candidates(k.shape[-1], is_latent=v is None)):
+                rotary = rotation.by(-places[own])  # to position 0
+                errors.append((_difference(k if rotary is None else apply_rotary(k, rotary)), number))
+            error, found = min(errors)
             if not error <= tolerance:
                 raise RotationError(f"K of layer {layer} at another position is not a rotation of its K")
-            self._rotations[layer] = found
+            chosen.append(found)
+        self.use_rotations(chosen)
 
-    def copy(self, source: int, first: int, target: int, at: int, count: int) -> None:
-        """Copy tokens [first, first + count) of the sequence in row `source` to the tokens [at, at + count) of the
-        sequence in row `target`. Both sequences must have pages for these tokens, and no copy of these pages may be
-        pending. Tokens outside a window have no page in the source and are not copied. Does not wait for the device."""
-        block = self._cache.block_tokens
-        read, written = np.arange(first, first + count), np.arange(at, at + count)
+    def use_rotations(self, chosen: Sequence[int]) -> None:
+        """Use rotations that rank 0 has found. `chosen` has one number for each layer."""
+        self.chosen = list(chosen)
+        for layer, number in zip(self._pages.token_layers, chosen, strict=True):
+            fields = self._pages.token_view(layer).fields
+            is_latent = "latent" in fields
+            dim = fields["latent" if is_latent else "k"].shape[-1]
+            self._rotations[layer] = self._candidates(dim, is_latent)[number]
+
+    def plan(self, source: int, first: int, target: int, at: int, count: int) -> RotatedCopy:
+        """Return the copy of tokens [first, first + count) of the sequence in row `source` to the tokens
+        [at, at + count) of the sequence in row `target`. Both sequences must have pages for these tokens."""
+        tables, block = self._cache.page_tables, self._cache.block_tokens
+        read, written = (
+            tables[:, row, begin // block : -(-(begin + count) // block)].copy()
+            for row, begin in ((source, first), (target, at))
+        )
+        return RotatedCopy(read, written, first, at, count)
+
+    def copy(self, plan: RotatedCopy) -> None:
+        """Copy tokens. No copy of their pages may be pending. Tokens outside a window have no page in the source and are
+        not copied. Does not wait for the device. If ranks divide the context, this makes one or two collective calls for
+        each divided layer."""
+        block, device = self._cache.block_tokens, self._pages.device
+        read, written = (np.arange(begin, begin + plan.count) for begin in (plan.first, plan.at))
+        blocks = read // block - plan.first // block, written // block - plan.at // block
         for layer, rotation in self._rotations.items():
             view = self._pages.token_view(layer)
-            pages, to = self._page_ids(view, source, read), self._page_ids(view, target, written)
-            slots = np.where((pages > 0) & (to > 0), to * block + written % block, -1)
-            k, v = self._read(view, pages, read)
-            fields, rotary = view.fields, rotation.by(np.full(count, at - first))
+            group, column = self._place_of(view)
+            pages, to = (
+                ids[column, each].astype(np.int64)
+                for ids, each in zip((plan.source, plan.target), blocks, strict=True)
+            )
+            owner, inside = self._split(group, read)
+            k, v = self._read(view, pages, inside)
+            if group.parts > 1:
+                k, v = self._owned(k, owner), None if v is None else self._owned(v, owner)
+            new_owner, place = self._split(group, written)
+            is_own = (pages > 0) & (to > 0) & (new_owner == self._rank(group))
+            slots = np.where(is_own, to * group.page_tokens + place, -1)
+            fields, rotary = view.fields, rotation.by(np.full(plan.count, plan.at - plan.first))
             name = "latent" if v is None else "k"
             k_pages = fields[name][:, :, None] if v is None else fields[name]
             write(
-                k_pages, None if v is None else fields["v"], upload(slots, self._pages.device), k, v,
+                k_pages, None if v is None else fields["v"], upload(slots, device), k, v,
                 k_scale=fields.get(f"{name}_scale"), v_scale=fields.get("v_scale"), rotary=rotary,
             )  # fmt: skip
 
-    def _page_ids(self, view: LayerView, row: int, places: Ints) -> Ints:
-        """Return the page id of each token in `places` of a sequence; 0 if the token has no page."""
-        column = self._cache.layout.groups[view.group].column + view.run
-        found: Ints = self._cache.page_tables[column, row, places // self._cache.block_tokens].astype(
-            np.int64
-        )
-        return found
+    def _place_of(self, view: LayerView) -> tuple[PageGroup, int]:
+        """Return the group of a layer, and the column of its pages in the block tables."""
+        group = self._cache.layout.groups[view.group]
+        return group, group.column + view.run
 
-    def _read(self, view: LayerView, pages: Ints, places: Ints) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return K and V of tokens: [tokens, heads, dim]. Latents are returned as K with one head. Quantised values are
-        returned in float32."""
+    def _split(self, group: PageGroup, places: Ints) -> tuple[Ints, Ints]:
+        """Return the rank that stores each token in `places`, and the index of the token in its page. The rank is 0 if
+        the blocks of the group are not divided."""
+        owner, inside = np.divmod(places % self._cache.block_tokens, group.page_tokens)
+        return owner, inside
+
+    def _rank(self, group: PageGroup) -> int:
+        """Return the number of this rank among the ranks that divide the blocks of a group."""
+        return 0 if group.parts == 1 or self._ranks is None else self._ranks.shard.rank
+
+    def _owned(self, values: torch.Tensor, owner: Ints) -> torch.Tensor:
+        """Return the values of tokens from the ranks that store them. `values` is [tokens, …]; values of tokens that
+        another rank stores are not used."""
+        assert self._ranks is not None
+        every = self._ranks.gather(values)
+        return every[upload(owner, values.device), torch.arange(len(owner), device=values.device)]
+
+    def _read(self, view: LayerView, pages: Ints, inside: Ints) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return K and V of tokens: [tokens, heads, dim]. Token i has index `inside[i]` in page `pages[i]`. Latents are
+        returned as K with one head. Quantised values are returned in float32."""
         device = self._pages.device
-        at = upload(pages, device), upload(places % self._cache.block_tokens, device)
+        at = upload(pages, device), upload(inside, device)
         found = []
         for name in ("latent",) if "latent" in view.fields else ("k", "v"):
             field, scale = view.fields[name], view.fields.get(f"{name}_scale")
@@ -161,19 +227,18 @@ def _angles_of(model: Any) -> list[torch.Tensor]:
     return found
 
 
-@contextmanager
-def without_sinks(model: Any) -> Iterator[None]:
-    """Turn off the attention sinks of a model (gpt-oss). The part of a sink in attention depends on the number of tokens,
-    so K and V of equal tokens would differ."""
-    sinks = [weight for name, weight in model.named_parameters() if name.endswith(".sinks")]
-    before = [weight.detach().clone() for weight in sinks]
-    try:
-        for weight in sinks:
-            weight.data.fill_(-1e4)
-        yield
-    finally:
-        for weight, old in zip(sinks, before, strict=True):
-            weight.data.copy_(old)
+class AttentionSinks:
+    """The attention sinks of a model (gpt-oss). `find_rotations` needs K and V that were computed without sinks: the part
+    of a sink in attention depends on the number of tokens, so K and V of equal tokens would differ."""
+
+    def __init__(self, model: Any) -> None:
+        weights = [weight for name, weight in model.named_parameters() if name.endswith(".sinks")]
+        self._weights = [(weight, weight.detach().clone()) for weight in weights]
+
+    def set(self, is_on: bool) -> None:
+        """Turn the sinks on or off. They are on at first."""
+        for weight, value in self._weights:
+            weight.data.copy_(value if is_on else torch.full_like(value, -1e4))
 
 
 def _difference(tokens: torch.Tensor) -> float:

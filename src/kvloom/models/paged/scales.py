@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 
-from kvloom.core import QUANTISED, LayerSpec
+from kvloom.core import QUANTISED, LayerSpec, TensorPart
 from kvloom.kernels.dtypes import TORCH_DTYPES, quantised_max
 from kvloom.models.specs import ModelError
 
 __all__ = [
     "Scales",
     "checkpoint_of",
+    "divide_scales",
     "fingerprint",
     "load_scales",
     "read_scales",
@@ -46,7 +47,7 @@ _SOURCES = {"k_scale": ("k", "kv"), "v_scale": ("v", "kv"), "latent_scale": ("la
 
 
 def scale_sizes(spec: LayerSpec) -> dict[str, int]:
-    """Return the names and sizes of the static scales that a layer needs. Returns an empty dictionary if its pages
+    """Return the names and sizes of the static scales that a layer needs. Return an empty dictionary if its pages
     are not quantised or contain scales.
     """
     fields = {field.name: field for field in spec.fields}
@@ -69,6 +70,18 @@ def load_scales(source: str | os.PathLike[str], model: Any, layers: Mapping[str,
     found = read_scales(path, layers)
     device = next(model.parameters()).device
     return {layer: {name: x.to(device) for name, x in fields.items()} for layer, fields in found.items()}
+
+
+def divide_scales(scales: Scales, layers: Mapping[str, LayerSpec], part: TensorPart) -> Scales:
+    """Return the scales of the heads that one rank stores. `scales` are those of the whole model, and `layers` are the
+    layers of the rank."""
+    found: Scales = {}
+    for layer, fields in scales.items():
+        sizes = scale_sizes(layers[layer])
+        found[layer] = {
+            name: x[part.own_values(sizes[name], len(x))].contiguous() for name, x in fields.items()
+        }
+    return found
 
 
 def checkpoint_of(model: Any) -> Path:

@@ -13,14 +13,13 @@ packed tokens of a step ([1, tokens, …] or [1, channels, tokens]), as if they 
 | torch_chunk_gated_delta_rule, chunk_kimi_delta_attention | delta_rule    | Qwen3-Next and 3.5, OLMo, Kimi       |
 | nothing: `lightning_forward` replaces its forward        | mamba2_scan   | MiniMax                              |
 
-A step with drafts calls a kernel twice (`run_scan`). The first call computes the tokens that are not drafts, and
-stores their last states. The second call computes the drafts from these states, and stores no state.
+`run_scan` calls a kernel once for each part of a step (`StatePart`).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence as Many
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any, NamedTuple
@@ -32,8 +31,8 @@ from kvloom.kernels.state import StateRows, causal_conv, delta_rule, mamba1_scan
 from .empty_cache import EmptyCache
 
 __all__ = [
-    "DraftRows",
     "PackedStates",
+    "StatePart",
     "current_states",
     "lightning_forward",
     "replace_functions",
@@ -45,24 +44,20 @@ current_states: ContextVar[PackedStates | None] = ContextVar("states of the runn
 SILU = {None: False, "silu": True, "swish": True}
 
 
-class DraftRows(NamedTuple):
-    """The sequences of a step in two parts: tokens that are not drafts, and drafts. `tokens` and `draft_tokens` are
-    the indexes of each part's tokens among the packed tokens of the step. `rows` and `draft_rows` describe the
-    sequences of each part for the kernels. No state is stored after drafts."""
+class StatePart(NamedTuple):
+    """A part of a step that a kernel computes in one call. `rows` describes its sequences. Their tokens are indexed in
+    the whole step, or among the tokens `chosen` of the step."""
 
-    tokens: torch.Tensor
     rows: StateRows
-    draft_tokens: torch.Tensor
-    draft_rows: StateRows
+    chosen: torch.Tensor | None = None
 
 
 class PackedStates(EmptyCache):
-    """The cache argument of a mixer. It behaves like an empty cache, and the kernels read the states from pages."""
+    """The cache argument of a mixer. It behaves like an empty cache, and the kernels read the states from pages. The
+    `parts` of the step are computed in order."""
 
-    def __init__(
-        self, fields: dict[str, torch.Tensor], rows: StateRows, drafts: DraftRows | None = None
-    ) -> None:
-        self.fields, self.rows, self.drafts = fields, rows, drafts
+    def __init__(self, fields: dict[str, torch.Tensor], parts: Many[StatePart]) -> None:
+        self.fields, self.parts = fields, parts
 
     def update_conv_state(self, new: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return new
@@ -98,20 +93,20 @@ def _dispatch(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
 
 
 def run_scan(
-    packed: PackedStates, kernel: Callable[..., torch.Tensor], *parts: torch.Tensor | None
+    packed: PackedStates,
+    kernel: Callable[..., torch.Tensor],
+    out: torch.Tensor,
+    *inputs: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Run `kernel(rows, *parts)` and return its result. `parts` are the kernel's arguments, each [tokens, …] or None.
-    In a step with drafts, the kernel runs twice: first on the tokens that are not drafts, then on the drafts. The
-    result has the token order of the step."""
-    split = packed.drafts
-    if split is None:
-        return kernel(packed.rows, *parts)
-    found = [
-        kernel(rows, *(None if part is None else part.index_select(0, tokens) for part in parts))
-        for tokens, rows in ((split.tokens, split.rows), (split.draft_tokens, split.draft_rows))
-    ]
-    y = found[0].new_empty(len(split.tokens) + len(split.draft_tokens), *found[0].shape[1:])
-    return y.index_copy_(0, split.tokens, found[0]).index_copy_(0, split.draft_tokens, found[1])
+    """Run `kernel(rows, out, *inputs)` on each part of the step, and return `out` [tokens, …], which has the results in
+    the token order of the step. `inputs` are the kernel's arguments, each [tokens, …] or None."""
+    for rows, chosen in packed.parts:
+        if chosen is None:
+            kernel(rows, out, *inputs)
+        else:
+            some = (None if x is None else x.index_select(0, chosen) for x in inputs)
+            out.index_copy_(0, chosen, kernel(rows, None, *some))
+    return out
 
 
 # The functions below use the argument names of modeling code. They return no final state, because the kernel has
@@ -126,16 +121,19 @@ def _conv(
     activation: str | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    if activation not in SILU:
-        raise ValueError(
-            f"activation {activation!r} of a convolution is not supported; supported: none, silu"
-        )
-    states = packed.fields["conv"]
+    states, is_silu = packed.fields["conv"], SILU.get(activation, False)
+    x = x[0].mT
 
-    def kernel(rows: StateRows, x: torch.Tensor) -> torch.Tensor:
-        return causal_conv(x, weight, states, rows, bias, SILU[activation])
+    def kernel(rows: StateRows, out: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+        return causal_conv(x, weight, states, rows, bias, is_silu, out=out)
 
-    return run_scan(packed, kernel, x[0].mT).mT[None]
+    y = run_scan(packed, kernel, x.new_empty(x.shape), x).mT[None]
+    if activation in SILU:
+        return y
+    from transformers.activations import ACT2FN
+
+    found: torch.Tensor = ACT2FN[activation](y)
+    return found
 
 
 def _mamba1(
@@ -157,10 +155,10 @@ def _mamba1(
     gate = None if z is None else z[0].mT.contiguous()
     states = packed.fields["recurrent"]
 
-    def kernel(rows: StateRows, x: Any, dt: Any, b: Any, c: Any, gate: Any) -> torch.Tensor:
-        return mamba1_scan(x, dt, a, b, c, states, rows, D, gate, delta_bias, delta_softplus)
+    def kernel(rows: StateRows, out: Any, x: Any, dt: Any, b: Any, c: Any, gate: Any) -> torch.Tensor:
+        return mamba1_scan(x, dt, a, b, c, states, rows, D, gate, delta_bias, delta_softplus, out)
 
-    y = run_scan(packed, kernel, x, dt, b, c, gate).mT[None]
+    y = run_scan(packed, kernel, torch.empty_like(x), x, dt, b, c, gate).mT[None]
     return (y, y.new_empty(0)) if return_last_state else y
 
 
@@ -187,10 +185,10 @@ def _mamba2(
     limits = float(dt_limit[0]), float(dt_limit[1])
     states = packed.fields["recurrent"]
 
-    def kernel(rows: StateRows, x: Any, dt: Any, b: Any, c: Any, gate: Any) -> torch.Tensor:
-        return mamba2_scan(x, dt, a, b, c, states, rows, D, gate, dt_bias, dt_softplus, limits)
+    def kernel(rows: StateRows, out: Any, x: Any, dt: Any, b: Any, c: Any, gate: Any) -> torch.Tensor:
+        return mamba2_scan(x, dt, a, b, c, states, rows, D, gate, dt_bias, dt_softplus, limits, out)
 
-    y = run_scan(packed, kernel, x, dt, b, c, gate)[None]
+    y = run_scan(packed, kernel, x.new_empty(x.shape), x, dt, b, c, gate)[None]
     return (y, y.new_empty(0)) if return_final_states else y
 
 
@@ -210,10 +208,13 @@ def _delta(
     query, key, value, g, beta = (part[0] for part in (query, key, value, g, beta))
     states = packed.fields["recurrent"]
 
-    def kernel(rows: StateRows, query: Any, key: Any, value: Any, g: Any, beta: Any) -> torch.Tensor:
-        return delta_rule(query, key, value, g, beta, states, rows, normalise=use_qk_l2norm_in_kernel)
+    def kernel(
+        rows: StateRows, out: Any, query: Any, key: Any, value: Any, g: Any, beta: Any
+    ) -> torch.Tensor:
+        normalise = use_qk_l2norm_in_kernel
+        return delta_rule(query, key, value, g, beta, states, rows, normalise=normalise, out=out)
 
-    y = run_scan(packed, kernel, query, key, value, g, beta)
+    y = run_scan(packed, kernel, value.new_empty(value.shape), query, key, value, g, beta)
     return y[None], y.new_empty(0)
 
 
@@ -236,9 +237,9 @@ def lightning_forward(
     states = past_key_values.fields["lightning"]
     rates = -module.slope_rate.flatten()
 
-    def kernel(rows: StateRows, value: Any, key: Any, query: Any) -> torch.Tensor:
-        return mamba2_scan(value, None, rates, key, query, states, rows)
+    def kernel(rows: StateRows, out: Any, value: Any, key: Any, query: Any) -> torch.Tensor:
+        return mamba2_scan(value, None, rates, key, query, states, rows, out=out)
 
-    y = run_scan(past_key_values, kernel, value, key, query)
+    y = run_scan(past_key_values, kernel, torch.empty_like(value), value, key, query)
     gate = torch.sigmoid(module.output_gate(hidden))
     return module.out_proj(gate * module.norm(y.flatten(1)[None])), None

@@ -299,8 +299,10 @@ class RecurrentGemmaCache(SequenceCache):
         self._modules = {
             i: layer.temporal_block for i, layer in layers if hasattr(layer.temporal_block, "rg_lru")
         }
-        for module in self._modules.values():
-            module.conv1d_state = module.rg_lru.recurrent_states = None
+        for module in self._modules.values():  # its own first states have the wrong size if lru_width is set
+            weight, width = module.conv_1d.weight, module.lru_width
+            module.conv1d_state = weight.new_zeros(1, width, module.conv1d_width - 1)
+            module.rg_lru.recurrent_states = weight.new_zeros(1, width, dtype=torch.float32)
 
     def states(self) -> States:
         return {

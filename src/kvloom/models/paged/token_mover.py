@@ -41,9 +41,9 @@ class TokenMover:
             self._fields.append((group, [_all_layers(field, group) for field in first]))
 
     def places(self, rows: Ints, sources: Ints, targets: Ints) -> list[Ints]:
-        """Return the places of tokens that move inside their sequences, for each group of layers: the pages and the
-        indices in their blocks before the move, and the same after it. Token i moves from index `sources[i]` to index
-        `targets[i]` of the sequence in row `rows[i]` of the block tables."""
+        """For each group of layers, return the places of tokens that move inside their sequences. A place is a page
+        and an index in its block. Each token has a place before the move and a place after it. Token i moves from
+        index `sources[i]` to index `targets[i]` of the sequence in row `rows[i]` of the block tables."""
         block = self._cache.block_tokens
         tables = self._cache.page_tables
         found = []
@@ -73,7 +73,7 @@ class TokenMover:
         and writes those that it stores after the move."""
         assert self._ranks is not None
         from_page, from_place, to_page, to_place = places
-        owner, place = np.divmod(from_place, group.block_tokens)
+        owner, place = np.divmod(from_place, group.page_tokens)
         moved = upload(np.stack((from_page, place)), self._device)
         read = [
             field[moved[0], :, moved[1]] for field in fields
@@ -81,7 +81,7 @@ class TokenMover:
         sizes = [each[0].numel() * each.element_size() for each in read]
         every = self._ranks.gather(torch.cat([_as_bytes(each) for each in read], 1))
         found = every[upload(owner, self._device), torch.arange(len(owner), device=self._device)]
-        new_owner, place = np.divmod(to_place, group.block_tokens)
+        new_owner, place = np.divmod(to_place, group.page_tokens)
         own = np.flatnonzero(new_owner == self._ranks.shard.rank)
         chosen, pages, inside = upload(np.stack((own, to_page[own], place[own])), self._device)
         for field, like, part in zip(fields, read, torch.split(found, sizes, 1), strict=True):

@@ -1,6 +1,6 @@
 """The data of the whole model that a rank keeps: the config, and some values of each whole weight. A fingerprint of
-these values does not depend on the number of ranks, so engines with different numbers of ranks find the same pages in
-tiers.
+these values does not depend on the number of ranks. Engines with different numbers of ranks therefore find the same
+pages in tiers.
 """
 
 from __future__ import annotations

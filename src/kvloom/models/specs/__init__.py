@@ -6,12 +6,14 @@ torch, weights or network.
 | layer_specs    | `model_spec`: a config to the specs of its layers                              |
 | families_table | one row for each model family                                                  |
 | config_reading | the functions that the table uses: layer patterns, fields of tokens and states |
+| head_specs     | `with_head`: the layer of a draft head, beside the target's                    |
 | catalog        | models known by name, configs on disk, embedded models                         |
 """
 
 from .catalog import embedded, embedded_models, folder_of, is_gguf, known_models, load_config, load_spec
 from .config_reading import ModelError
 from .families_table import ENCODER_DECODERS, FAMILIES
+from .head_specs import HIDDEN_STATE, with_head
 from .layer_specs import (
     DRAFT_PREFIX,
     KV_DTYPES,
@@ -28,6 +30,7 @@ __all__ = [
     "DRAFT_PREFIX",
     "ENCODER_DECODERS",
     "FAMILIES",
+    "HIDDEN_STATE",
     "KV_DTYPES",
     "KV_KINDS",
     "KVDtype",
@@ -44,4 +47,5 @@ __all__ = [
     "load_spec",
     "model_spec",
     "with_draft",
+    "with_head",
 ]

@@ -40,6 +40,7 @@ __all__ = [
     "ModelSpec",
     "kv_dtypes",
     "model_spec",
+    "text_config",
     "with_draft",
 ]
 
@@ -95,7 +96,7 @@ def model_spec(
     """
     every, by_kind = kv_dtypes(kv_dtype)
     config = config.get("thinker_config") or config  # Qwen Omni: only the part that generates text runs
-    text = _text_config(config)
+    text = text_config(config)
     family = FAMILIES.get(text["model_type"]) or plain_attention_family(text)
     fields = Config(text, family.defaults, family.names)
     set_dtypes = [source.get(key) for source in (text, config) for key in ("dtype", "torch_dtype")]
@@ -157,7 +158,7 @@ def with_draft(target: ModelSpec, draft: ModelSpec, *fields: Field) -> ModelSpec
     )
 
 
-def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the text model, with its model_type set."""
     outer = config.get("model_type")
     inner = config.get("text_config")

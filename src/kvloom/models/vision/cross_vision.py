@@ -42,7 +42,7 @@ class CrossVision(Vision):
         self._model, self._base = model, model.base_model
         self._towers = self._make_towers(model)
         self.token = self._towers[0].token
-        self.bidirectional = self.uses_mrope = False
+        self.joined, self.uses_mrope = None, False
         weight = model.get_input_embeddings().weight
         self._width = weight.shape[1]
         self._device, self._dtype = weight.device, weight.dtype

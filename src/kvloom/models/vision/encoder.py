@@ -28,7 +28,7 @@ from torch import nn
 from kvloom.core import LayerSpec, Media, PoolLayout
 from kvloom.kernels.device import upload
 from kvloom.kernels.memory import LayerView
-from kvloom.models.paged import Batch, Image, ImageInputs, Work
+from kvloom.models.paged import Batch, Image, ImageInputs, Pages, Work
 
 from .embeddings import Embeddings, with_embeddings
 from .towers import (
@@ -39,7 +39,10 @@ from .towers import (
     ImageTower,
     Tensors,
     Tower,
+    embedded_text,
     encoder_input,
+    joined_layers,
+    without_placeholders,
 )
 
 __all__ = ["EmbeddingStore", "Vision"]
@@ -81,7 +84,8 @@ class Vision:
         self._model, self._base = model, model.base_model
         towers: list[Tower] = [] if reasons[0] else [ImageTower(model)]
         self._towers = towers if reasons[1] else [*towers, AudioTower(model)]
-        self.bidirectional = VISION_FAMILIES.get(config.model_type, False)
+        self.joined = joined_layers(config)
+        """The layers in which the tokens of an image see each other, or None."""
         self.uses_mrope = hasattr(self._base, "get_rope_index")
         """Whether rotary positions have three axes (M-RoPE)."""
         weight = model.get_input_embeddings().weight
@@ -93,9 +97,11 @@ class Vision:
         first layers (DeepStack)."""
         if added:
             _split_embeddings(self._base.language_model)
+        if getattr(config.get_text_config(), "hidden_size_per_layer_input", None):
+            _add_layer_inputs(model)
         text = config.get_text_config()
         slides = "sliding_attention" in (getattr(text, "layer_types", None) or ())
-        self._window = int(text.sliding_window) if self.bidirectional and slides else None
+        self._window = int(text.sliding_window) if self.joined and slides else None
         self.encoder_runs = 0
         """Number of times that a tower ran."""
         self._counts: dict[object, int] = {}
@@ -105,14 +111,16 @@ class Vision:
         """Return the reason why a model does not support `kind`, "images" or "audio", or None if it does."""
         family = model.config.model_type
         if kind == "audio":
-            families, is_found = set(AUDIO_FAMILIES), True
+            families, part, is_found = set(AUDIO_FAMILIES), "audio_config", True
             if encoder_input(model) == "audio":
                 return None
         else:
-            families = set(VISION_FAMILIES)
+            families, part = set(VISION_FAMILIES), "vision_config"
             is_found = hasattr(model, "get_image_features") or hasattr(model.base_model, "vision_model")
         if family in families and is_found:
-            return None
+            if getattr(model.config, part, True) is not None:
+                return None
+            return f"{type(model).__name__} takes no {kind} here: its config has no {part}"
         return (
             f"{type(model).__name__} ({family}) takes no {kind} here; the families that do: "
             f"{', '.join(sorted(families))}"
@@ -155,10 +163,11 @@ class Vision:
             kept = 0 if self.embeddings is None else self.embeddings.tokens(end - begin)
             token = self._tower_of(image.inputs).token
             media.append(Media(start, stop, _digest_of_run(image, ids[start:stop], token), kept))
-        if self.bidirectional or self.uses_mrope:
-            self._check_runs(media, bounds)
+        joined = [self._is_joined(image) for image in known]
+        if any(joined) or self.uses_mrope:
+            self._check_runs(media, bounds, joined)
         axes, shift = self._rope_index(ids, known, media) if self.uses_mrope else (None, 0)
-        return ImageInputs(known, tuple(media), places, bounds, axes, shift, self.bidirectional)
+        return ImageInputs(known, tuple(media), places, bounds, axes, shift, any(joined))
 
     def split_prompt(
         self, prompt: Iterable[int], images: Many[Any], decoder_prompt: Many[int] = ()
@@ -246,18 +255,19 @@ class Vision:
                 here, until = max(base, first), min(end, last)
                 if here < until:
                     at.append(image_inputs.places[here:until] - start + batch.bounds[i])
-                    spans[at[-1]] = len(parts)
+                    if self._is_joined(image_inputs.images[place]):
+                        spans[at[-1]] = len(parts)
                     parts.append(self._part(work, place, here - base, until - base))
         if self.uses_mrope:
             batch = replace(batch, rotary=upload(self._rope_positions(batch, works), self._device))
         if not parts:
             return batch
         with torch.inference_mode():
-            embeds = self._model.get_input_embeddings()(batch.tokens)
+            embeds = embedded_text(self._model, batch.tokens)
             embeds = nn.functional.pad(embeds, (0, self._width - embeds.shape[1]))
             embeds[upload(np.concatenate(at), self._device)] = torch.cat(parts)
-        joined = upload(spans, self._device) if self.bidirectional else None
-        return replace(batch, embeds=embeds, spans=joined)
+        joined = upload(spans, self._device) if self.joined else None
+        return replace(batch, embeds=embeds, spans=joined, windows_join=self.joined == "windowed")
 
     def find_embeddings(self, image: Image) -> torch.Tensor:
         """Return the embeddings of an image ([tokens, hidden]), from an encode worker or from a tier. If neither
@@ -357,13 +367,17 @@ class Vision:
             for name, part in image.inputs.items()
         )
 
-    def _check_runs(self, media: list[Media], bounds: Ints) -> None:
-        """Raise ValueError unless the tokens of each image are contiguous and fit into the model's window, and at least
-        one other token separates two images."""
-        for item, count in zip(media, np.diff(bounds).tolist(), strict=True):
+    def _is_joined(self, image: Image) -> bool:
+        """Return whether the tokens of an image see each other in both directions. Those of a clip do not."""
+        return self.joined is not None and isinstance(self._tower_of(image.inputs), ImageTower)
+
+    def _check_runs(self, media: list[Media], bounds: Ints, joined: list[bool]) -> None:
+        """Raise ValueError unless the tokens of each image are contiguous, and at least one other token separates two
+        images. `joined` are the images whose tokens see each other. They must also fit into the model's window."""
+        for item, count, is_joined in zip(media, np.diff(bounds).tolist(), joined, strict=True):
             if item.stop - item.start != count:
                 raise ValueError(f"the {count} tokens of the image at {item.start} must follow each other")
-            if self._window is not None and count > self._window:
+            if is_joined and self._window is not None and count > self._window:
                 raise ValueError(
                     f"an image of {count} tokens that see each other is larger than the model's window of "
                     f"{self._window}"
@@ -447,3 +461,28 @@ def _split_embeddings(text: Any) -> None:
 
     text.register_forward_pre_hook(split, with_kwargs=True)
     vars(text)["splits_embeddings"] = True
+
+
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
+
+
+def _add_layer_inputs(model: Any) -> None:
+    """Give a model whose layers also read the ids of tokens (Gemma 3n and 4) these inputs in steps with images, because
+    it cannot derive them from embeddings. Repeated calls are allowed."""
+    if vars(model).get("adds_layer_inputs"):
+        return
+    text = model.base_model.language_model
+    # Some versions of transformers need the argument, and others do not have it.
+    more = {"inputs_embeds": None} if "inputs_embeds" in _parameters(text.get_per_layer_inputs) else {}
+
+    def add(_: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        pages = given.get("past_key_values")
+        if given.get("inputs_embeds") is None or not isinstance(pages, Pages):
+            return None
+        ids = without_placeholders(model, pages.batch.tokens)
+        given["per_layer_inputs"] = text.get_per_layer_inputs(ids[None], **more)
+        return args, given
+
+    model.register_forward_pre_hook(add, with_kwargs=True)
+    vars(model)["adds_layer_inputs"] = True

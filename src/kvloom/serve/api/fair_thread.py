@@ -1,4 +1,4 @@
-"""A thread that works for one tenant after another, so that no tenant waits for all the work of another tenant."""
+"""A thread that takes one job of each tenant in turn. No tenant waits for all jobs of another tenant."""
 
 from __future__ import annotations
 

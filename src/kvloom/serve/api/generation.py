@@ -175,7 +175,7 @@ class GenerationEndpoint(ABC):
     ) -> tuple[ServedModel, list[Add], ResponseBuilder, bool, bool]:
         """Read and check a request. Raises ApiError for a refused request.
 
-        Returns the model, the messages to its engine, the response builder, whether to stream, and whether a tool call
+        Return the model, the messages to its engine, the response builder, whether to stream, and whether a tool call
         is forced. The request counts as admitted until the caller closes `admitted`. Body and fields may be large. This
         method keeps no reference to them, so they are freed when it returns.
         """
@@ -316,7 +316,9 @@ class GenerationEndpoint(ABC):
             wanted = fields.max_completion_tokens
         # An encoder reads the prompt, so that its tokens are not part of the sequence.
         used = facts.decoder_tokens if facts.encoder_tokens else count
-        default = longest if chat or prompt.has_media else DEFAULT_TOKENS
+        default = facts.defaults.max_tokens(used)
+        if default is None:
+            default = longest if chat or prompt.has_media else DEFAULT_TOKENS
         new = min(default, max(1, longest - used)) if wanted is None else wanted
         if new not in made:
             made[new] = self._new_params(fields, prompt, new, served, facts)
@@ -340,7 +342,7 @@ class GenerationEndpoint(ABC):
     ) -> SamplingParams:
         encoder = served.encoder
         bad = encoder.bad_words(fields.bad_words) if fields.bad_words and encoder is not None else []
-        params = sampling_params(fields, new, facts.vocab_size, bad)
+        params = sampling_params(fields, new, facts.vocab_size, bad, facts.defaults.values)
         grammar = None
         if isinstance(fields, ChatFields):
             grammar = served.answers.reasoning_grammar(_end_of_prompt(fields, prompt), params.structure)

@@ -272,8 +272,8 @@ def _tools(given: Any) -> Any:
 
 
 def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
-    """Return the content of a message as a text or, if it contains images, audio or documents, as a list of parts in the
-    format of chats."""
+    """Return the content of a message as a text. If the content has images, audio or documents, return a list of
+    parts in the format of chats."""
     if not isinstance(content, list) or not any(_kind(part) in PARTS for part in content):
         return text_of_parts(content, TEXT_PARTS, where, "input")
     return [

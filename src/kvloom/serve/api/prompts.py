@@ -141,7 +141,7 @@ def characters_for(tokens: int) -> int:
 
 
 def load_tokenizer(model: str, template: str | None = None) -> Any | None:
-    """Load the tokenizer of a folder or hub id. Returns None if there is no tokenizer. `template` replaces its chat
+    """Load the tokenizer of a folder or hub id. Return None if there is no tokenizer. `template` replaces its chat
     template.
 
     A plain tokenizer.json is loaded without importing torch.
@@ -711,7 +711,7 @@ def chat_position(
     characters: int | None = None,
 ) -> int:
     """Return how many tokens of `prompt`, the prompt of a whole chat, belong to its first `messages` messages. With
-    `characters`, the last of these messages is first shortened to this many characters. Returns 0 if the template
+    `characters`, the last of these messages is first shortened to this many characters. Return 0 if the template
     refuses these messages alone.
 
     To find the number, the messages are rendered and encoded alone. The result is the number of their leading tokens

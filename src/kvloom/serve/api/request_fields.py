@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -497,9 +497,10 @@ def sampling_params(
     max_tokens: int,
     vocabulary: int,
     bad_token_ids: Sequence[Sequence[int]] = (),
+    defaults: Mapping[str, float] | None = None,
 ) -> SamplingParams:
-    """Return the sampling parameters of a request. `bad_token_ids` are the tokens of its bad words. Raises ApiError
-    for invalid values.
+    """Return the sampling parameters of a request. `bad_token_ids` are the tokens of its bad words. `defaults` are the
+    model's values of fields that the request does not set. Beams ignore them. Raises ApiError for invalid values.
     """
     given: dict[str, Any] = {
         name: value
@@ -520,6 +521,8 @@ def sampling_params(
         given["logprobs"] = (fields.top_logprobs or 0) if fields.logprobs else None
     else:
         given["logprobs"] = fields.logprobs
+    if width == 1:
+        given = {**(defaults or {}), **given}
     echoed = isinstance(fields, CompletionFields) and fields.echo and fields.logprobs is not None
     asked = (fields.prompt_logprobs, fields.logprobs if echoed else None)
     given["prompt_logprobs"] = max((int(most) for most in asked if most is not None), default=None)

@@ -85,7 +85,7 @@ class ServedModel:
 
     def routing_info(self) -> dict[str, Any] | None:
         """Return the data that a router needs to choose a worker for this model: the model's name in block hashes,
-        layer groups, sizes, load and event addresses. Returns None while the model loads.
+        layer groups, sizes, load and event addresses. Return None while the model loads.
         """
         facts = self.engine.info
         if facts is None:

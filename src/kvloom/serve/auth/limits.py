@@ -177,8 +177,8 @@ class RequestLimiter:
     @contextmanager
     def admit(self, answers: int, tenant: str = "", max_open: int | None = None) -> Iterator[None]:
         """Admit a request with `answers` answers. The request counts until the `with` block ends. Raises ApiError if
-        the request would exceed the limit of the server, the limit that the tenant has at present (see the class),
-        or `max_open` open answers of the tenant.
+        the request would exceed a limit: the limit of the server, the present limit of the tenant (see the class), or
+        `max_open` open answers of the tenant.
         """
         if self.is_draining:
             raise draining()

@@ -85,7 +85,7 @@ class DashboardState:
 
     def keep(self, now: float) -> None:
         """If the last frame is FRAME_SECONDS old, store a new frame: the present state, which `past_json` can return
-        later. A background task requests the snapshot that a frame needs from the engine. While the engine runs no
+        later. A frame needs a snapshot of the engine, which a background task requests. While the engine runs no
         steps, the last frame is repeated instead.
         """
         busy = self._keeping is not None and not self._keeping.done()
@@ -215,6 +215,7 @@ class DashboardState:
             "adapters": {name: asdict(use) for name, use in metrics.adapter_tokens.items()},
             "latency": {name: _quantiles(histogram) for name, histogram in latency.items()},
             "policy": stats.policy,
+            "settings": [msgspec.structs.asdict(one) for one in stats.settings],
             "drafts": {
                 "count": stats.drafts,
                 "proposed": stats.proposed_tokens,

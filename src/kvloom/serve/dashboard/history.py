@@ -59,7 +59,7 @@ class Samples:
         self._counts: deque[list[list[int]]] = deque([self._histogram_counts()], WINDOW + 1)
 
     def increments(self, now: float, counters: Mapping[str, float]) -> tuple[float, dict[str, float]] | None:
-        """Return the seconds since the previous call, and the increase of each counter since then. Returns None on the
+        """Return the seconds since the previous call, and the increase of each counter since then. Return None on the
         first call.
         """
         before, self._before, self._last = self._before, (now, counters), now

@@ -237,7 +237,9 @@ def _tiers(engine: State, totals: State) -> Group:
     if not lines:
         lines.append(Text("no tiers", style="bright_black"))
     texts = _sources(totals), _ages(totals["ages"]), _policy(totals["policy"]), _drafts(totals["drafts"])
-    lines += [Text(text, style="bright_black") for text in texts if text]
+    lines += [
+        Text(text, style="bright_black") for text in (*texts, *map(_setting, totals["settings"])) if text
+    ]
     table = Table.grid(padding=(0, 1, 0, 0))
     reasons = engine["pool"]["miss_reasons"]
     most = max(reasons.values(), default=1)
@@ -280,6 +282,13 @@ def _policy(policy: State) -> str:
     points = 100 * (policy["gained_tokens"] - policy["lost_tokens"]) / policy["compared_tokens"]
     off = ", off now: evicts like LRU" if policy["is_off"] else ""
     return f"adaptive eviction: {points:+.1f} points of hit rate against LRU{off}"
+
+
+def _setting(setting: State) -> str:
+    """Return the value of a setting that measurements change. `kvloom explain --settings` prints the reason."""
+    value = setting["value"]
+    text = format_bytes(value) if setting["unit"] == "bytes" else f"{value:,} {setting['unit']}"
+    return f"{setting['name']}: {text}{', fixed' if setting['is_fixed'] else ''}"
 
 
 def _ages(ages: State) -> str:
@@ -356,7 +365,7 @@ class _Requests:
 
 def _hit_rate(series: dict[str, Series], end: int) -> float | None:
     """Return the fraction of prompt tokens that were cached, over the five samples (ten seconds) up to index `end`.
-    Returns None if there were no prompt tokens.
+    Return None if there were no prompt tokens.
     """
     at = range(max(0, end - 4), end + 1)
     asked = sum(series["prompt_rate"][i] or 0.0 for i in at)

@@ -223,7 +223,7 @@ class RequestRecords:
 
     def find(self, id_: str, tenant: str | None) -> RequestRecord | None:
         """Return the record with the id `id_`. If there is none, return the newest record whose request had `id_` in
-        the header x-request-id. Returns None if there is no such record, or if `tenant` may not see it. If `tenant` is
+        the header x-request-id. Return None if there is no such record, or if `tenant` may not see it. If `tenant` is
         None, all records are visible. O(records).
         """
         found = self._ring.get(id_)
@@ -265,14 +265,14 @@ def explain_miss(progress: RequestProgress, length: int, operator: bool) -> tupl
         "complete": "all but the last token were cached, and the last is always computed",
         "never seen": f"no earlier request {'went on' if at else 'began'} with these tokens{in_tiers}",
         "evicted": f"the next pages were evicted{when}{policy}{in_tiers}",
-        "other tenant": "another tenant has the next pages, and tenants never share pages",
+        "other tenant": "only another tenant has the first block, and tenants never share pages",
         "snapshot missing": f"{further} no state snapshot was cached there",
         "window page missing": f"{further} pages of a sliding or chunked window were evicted",
         "media missing": f"{further} pages of an earlier image were evicted",
         "reading off": "the request disabled reading the cache",
     }
     meanwhile = (
-        f" Of the tokens before it, {at - found:,} were computed while the others loaded."
+        f" Of the tokens before it, {at - found:,} were computed while pages of the others were loaded."
         if at > found
         else ""
     )

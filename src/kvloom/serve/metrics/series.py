@@ -154,6 +154,7 @@ def engine_series(stats: EngineStats, pool: PoolInfo) -> list[Series]:
         Series("kvloom_steps", "counter", "Engine steps", stats.steps),
         *_speculation_series(stats),
         *_slo_series(stats),
+        Series("kvloom_setting", "gauge", "Settings that measurements change, in tokens or bytes", {one.name: one.value for one in stats.settings}, labels=("setting",)),
         *_adapter_series(stats),
         *_policy_series(stats),
         Series("kvloom_preemptions", "counter", "Preemptions", stats.preemptions, ("vllm:num_preemptions",)),

@@ -27,7 +27,7 @@ class CacheSnapshot:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._pool_map = engine.cache.pool_map()
+        self._pool_map = engine.cache.inspect.pool_map()
 
     def json(self) -> bytes:
         """Return a snapshot as JSON. Takes milliseconds at any pool size."""

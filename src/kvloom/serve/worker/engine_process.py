@@ -175,7 +175,7 @@ def _load_worker(start: Start) -> tuple[Worker, Ready]:
     slabs = cache.usable_slabs
     quotas = {t.name: min(t.quota, slabs * layout.slab_bytes) for t in start.tenants if t.quota is not None}
     images = None if engine.vision is None else ImagePrompts(start.model, engine.vision)
-    worker = Worker(engine, start.tenants, start.observe, start.share_bytes, images)
+    worker = Worker(engine, start.tenants, start.observe, start.share_bytes, images, start.stream_interval)
     ready = Ready(
         device=str(engine.device),
         dtype=str(next(engine.model.parameters()).dtype).removeprefix("torch."),
@@ -207,6 +207,7 @@ def _load_worker(start: Start) -> tuple[Worker, Ready]:
         adapter_rank=0 if engine.adapters is None else engine.adapters.slots.rank,
         encoder_tokens=engine.encoder_tokens,
         decoder_tokens=engine.decoder_tokens,
+        defaults=engine.defaults,
     )
     return worker, ready
 

@@ -68,7 +68,7 @@ class ImagePrompts:
 
     def take(self) -> tuple[Add, list[Image] | Transcription | ValueError] | None:
         """Return a prepared request and its images, or the reason why it is refused. A request with a task has a
-        transcription, which makes its prompts. Returns None if no request is ready. Does not wait.
+        transcription, which makes its prompts. Return None if no request is ready. Does not wait.
         """
         if self._current is None or not self._current[1].done():
             return None

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvloom.core import Objective
-from kvloom.engine import Role, SamplingParams, Transcript
+from kvloom.engine import GenerationDefaults, Role, SamplingParams, Transcript
 
 __all__ = [
     "HEADER_BYTES",
@@ -82,6 +82,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     | `threads`                 | CPU threads of torch; None: the engine's default                                      |
     | `progress`                | show progress bars on stderr                                                          |
     | `observe`                 | False: send neither stats nor request progress                                        |
+    | `stream_interval`         | number of tokens per delta of a stream, after its first token                         |
     | `settings`                | settings of the engine: arguments of `engine_config`                                  |
     | `log_level`, `log_format` | level and format of the engine process's log                                          |
     | `share_bytes`             | if models share memory: number of bytes to which this pool can always grow; else None |
@@ -96,6 +97,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     tenants: tuple[TenantConfig, ...] = ()
     progress: bool = False
     observe: bool = True
+    stream_interval: int = 1
     settings: dict[str, Any] = {}
     log_level: str = "info"
     log_format: Literal["text", "json"] = "text"
@@ -332,7 +334,7 @@ class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
     | `miss_position`        | the token at which the lookup stopped                                                  |
     | `miss_reason`          | one of the core's MISS_REASONS                                                         |
     | `evicted_at`, `policy` | if the missing pages were evicted: time of the eviction, and name of the policy        |
-    | `in_other_tenant`      | whether another tenant has more cached tokens of this prompt                           |
+    | `in_other_tenant`      | whether only another tenant has the first block of this prompt cached                  |
     | `loads`                | loads from tiers: tier, start, end, tokens                                             |
     | `prompt_tokens`        | for a prompt with images: number of prompt tokens with expanded placeholders           |
     | `draft_tokens`         | number of draft tokens that were proposed, for all answers                             |
@@ -408,6 +410,16 @@ class TierUsage(msgspec.Struct, frozen=True, array_like=True):
     breaker: str = "closed"
 
 
+class SettingInfo(msgspec.Struct, frozen=True):
+    """A setting that measurements change: `kvloom.engine.MeasuredSetting`."""
+
+    name: str
+    value: int
+    unit: str
+    reason: str
+    is_fixed: bool = False
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Counters of the engine and its cache since the engine started, and its present load.
 
@@ -423,6 +435,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     | `drafts`, `draft_seconds_saved`      | number of verified drafts; estimated seconds that drafts saved                       |
     | `proposed_tokens`, `accepted_tokens` | numbers of proposed and of accepted draft tokens, by position in the draft           |
     | `speculation`                        | the last decision about each proposer, and its reason                                |
+    | `settings`                           | the settings that measurements change                                                |
     | `offload`                            | counters of the offload manager                                                      |
     | `role`                               | role of the worker: both, prefill, decode or encode                                  |
     | `encoding`                           | counters of `EncodingStats`, or of `EncoderStats` in an encode worker                |
@@ -466,6 +479,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     accepted_tokens: list[int] = []
     draft_seconds_saved: float = 0.0
     speculation: dict[str, str] = {}
+    settings: list[SettingInfo] = []
     offload: dict[str, int] = {}
     role: str = "both"
     encoding: dict[str, float] = {}
@@ -533,6 +547,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     - `encoder_tokens`: the largest number of prompt tokens if an encoder reads the prompt (T5, BART), else 0. The tokens
       of such a prompt do not count in `max_tokens`. `decoder_tokens`: the number of the decoder's first tokens.
     - `adapters`: the LoRA adapters. `adapter_rank`: the largest rank that an adapter may have.
+    - `defaults`: the values of the model's generation config, for what requests do not set.
     - `adapter_slots`: how many adapters run at the same time. 0 means that requests may use no adapters.
     """
 
@@ -562,6 +577,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     adapter_rank: int = 0
     encoder_tokens: int = 0
     decoder_tokens: int = 0
+    defaults: GenerationDefaults = GenerationDefaults()
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):

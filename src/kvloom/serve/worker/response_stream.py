@@ -61,7 +61,7 @@ class ResponseStream:
         self._changed.set()
 
     async def take(self) -> list[Delta]:
-        """Wait for deltas, and return all that have arrived. Returns an empty list at the end of the answers, or after
+        """Wait for deltas, and return all that have arrived. Return an empty list at the end of the answers, or after
         a disconnect. If the stream has failed, earlier deltas are returned first. The next call raises the error.
         """
         while not self._pieces and self._error is None and self.pending and not self.is_disconnected:

@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 
 from kvloom.core import Histogram, SloAdmission
-from kvloom.engine import Engine, OffloadManager
+from kvloom.engine import Engine, OffloadManager, measured_settings
 from kvloom.engine.speculation import Speculation
 from kvloom.tiers import TierStats
 
 from .adapter_loads import adapter_infos
-from .messages import EngineStats, HistogramCounts, TenantUsage, TierUsage
+from .messages import EngineStats, HistogramCounts, SettingInfo, TenantUsage, TierUsage
 
 __all__ = ["engine_stats", "tier_usage", "tier_usages"]
 
@@ -81,6 +81,7 @@ def engine_stats(
         tenants=tenants,
         **({} if engine.speculation is None else _speculation_stats(engine.speculation)),
         role=engine.role,
+        settings=[SettingInfo(**asdict(one)) for one in measured_settings(engine)],
         adapters=adapter_infos(engine),
         encoding={} if engine.encoders is None else asdict(engine.encoders.stats),
         **_slo_stats(engine.scheduler.slo.admission),

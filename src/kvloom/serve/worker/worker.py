@@ -117,7 +117,7 @@ class _AwaitedImages(NamedTuple):
 class Worker:
     """Runs the requests of one engine. Without `observe`, it sends neither stats nor progress. Without `images`, it
     refuses requests with images. `share_bytes` is the size to which the pool can always grow, if models share memory.
-    Not thread-safe.
+    After the first token of a stream, deltas have at least `stream_interval` tokens. Not thread-safe.
     """
 
     def __init__(
@@ -127,8 +127,10 @@ class Worker:
         observe: bool = True,
         share_bytes: int | None = None,
         images: ImagePrompts | None = None,
+        stream_interval: int = 1,
     ) -> None:
         self.engine, self._observe = engine, observe
+        self._stream_interval = stream_interval
         self._share_bytes = share_bytes
         if share_bytes is not None and engine.pool_size is not None:
             engine.resize_pool(engine.pool_size.pool_bytes)  # from now on the server decides about the size
@@ -605,7 +607,7 @@ class Worker:
         request = one.request
         if one.message.stream and not request.children:  # the common case, without lists
             sent, count, reason = one.sent_tokens[0], request.output_count, request.finish_reason
-            if count > sent or reason is not None:
+            if count - sent >= (self._stream_interval if sent else 1) or reason is not None:
                 deltas.append(self._delta(one, 0, request, sent))
                 one.sent_tokens[0] = count
             return reason is not None
@@ -613,7 +615,8 @@ class Worker:
         if one.message.stream:
             for index, answer in enumerate(answers):
                 sent, count = one.sent_tokens[index], answer.output_count
-                if sent >= 0 and (count > sent or answer.finish_reason is not None):
+                enough = count - sent >= (self._stream_interval if sent else 1)
+                if sent >= 0 and (enough or answer.finish_reason is not None):
                     deltas.append(self._delta(one, index, answer, sent))
                     one.sent_tokens[index] = -1 if answer.finish_reason is not None else count
             return all(sent < 0 for sent in one.sent_tokens)
@@ -701,7 +704,7 @@ def _progress(one: _OpenRequest) -> RequestProgress:
         "" if stop is None else stop.reason,
         None if stop is None else stop.when,
         None if stop is None else stop.policy,
-        request.other_tenant_has_more,
+        request.in_other_tenant,
         sum(answer.preemptions for answer in request.family),
         request.loads,
         _prompt_tokens(request),

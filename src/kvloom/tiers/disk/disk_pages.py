@@ -101,7 +101,7 @@ class DiskPages(StoredPages):
         return tenant_owner(tenant)
 
     def drop(self, pages: Iterable[StoredPage]) -> int:
-        """Removes pages. Also removes files that have no pages left. Returns the number of removed pages."""
+        """Remove pages. Also removes files that have no pages left. Return the number of removed pages."""
         config = replace(
             self._config, ttl=0
         )  # with a TTL, opening the tier would remove expired pages without counting them

@@ -171,7 +171,7 @@ class DiskTier(Tier):
         self._reader = SegmentReader(self.name, self._files, self._store, self._make_codec, config.readers)
 
     def _warn_if_disk_is_small(self) -> None:
-        """Logs a warning if the disk is smaller than the capacity, because the disk may then become full."""
+        """Log a warning if the disk is smaller than the capacity, because the disk may then become full."""
         disk = os.fstatvfs(self._directory)
         space = disk.f_bavail * disk.f_frsize + self._store.file_bytes
         if space < self._config.capacity:
@@ -201,7 +201,7 @@ class DiskTier(Tier):
         return self._closed
 
     def set_shares(self, shares: Shares) -> None:
-        """Sets the shares of tenants to enforce, and removes files of tenants that exceed their share. Raises
+        """Set the shares of tenants to enforce, and remove files of tenants that exceed their share. Raises
         TierError if a file cannot be removed."""
         self._tenants = tuple(shares)
         try:
@@ -215,12 +215,12 @@ class DiskTier(Tier):
         return self._store.used_by(tenant)
 
     def watch(self) -> PageChanges | None:
-        """Records changes (see `SupportsChanges`). Returns None if the tier has a key file, because its stored keys do
+        """Record changes (see `SupportsChanges`). Return None if the tier has a key file, because its stored keys do
         not contain the block hashes."""
         return self._store.watch() if self._keys is None else None
 
     def _with_stored_keys(self, objects: Objects, legacy: bool = False) -> Objects:
-        """Returns the objects with their stored keys, under which the disk stores them. Without a key file, the stored
+        """Return the objects with their stored keys, under which the disk stores them. Without a key file, the stored
         keys are `Objects.keys`. With a key file, they are derived from `Objects.keys` and the tenant's encryption
         key. Raises NoKeyError if the tenant has no encryption key.
 
@@ -336,7 +336,7 @@ class DiskTier(Tier):
         return transfer
 
     def drop(self, objects: Objects) -> int:
-        """Removes objects from the index at once. The removal on disk is queued with the writes. Returns the number
+        """Remove objects from the index at once. The removal on disk is queued with the writes. Return the number
         of removed objects."""
         try:
             stored = self._with_stored_keys(objects)
@@ -352,18 +352,18 @@ class DiskTier(Tier):
         return len(dropped)
 
     def drop_stored(self, keys: Sequence[bytes]) -> int:
-        """Removes objects by their stored keys, for operators. Returns the number of removed objects."""
+        """Remove objects by their stored keys, for operators. Return the number of removed objects."""
         dropped = self._store.remove_keys(keys)
         if dropped:
             self._writer.submit_tombstones(dropped)
         return len(dropped)
 
     def remove_empty_files(self) -> None:
-        """Removes files without pages, for operators. Call this method before the first write."""
+        """Remove files without pages, for operators. Call this method before the first write."""
         self._store.remove_empty()
 
     def stats(self) -> TierStats:
-        """Returns counts. `bytes` is the size of the files, and `notes` are messages for the operator."""
+        """Return counts. `bytes` is the size of the files, and `notes` are messages for the operator."""
         with self._store.lock:
             objects, size = len(self._store.index), self._store.file_bytes
         notes = tuple(self._store.notes)
@@ -391,7 +391,7 @@ class DiskTier(Tier):
 
 
 def disk_config(options: Options, directory: str, capacity: int) -> DiskConfig:
-    """Reads the options of a disk tier from a URL. Raises ValueError for an invalid value."""
+    """Read the options of a disk tier from a URL. Raises ValueError for an invalid value."""
     durable: Any = options.text("durable", "power")
     evict: Any = options.text("evict", "least-used")
     return DiskConfig(
@@ -407,7 +407,7 @@ def disk_config(options: Options, directory: str, capacity: int) -> DiskConfig:
 
 
 def parse_url(url: str) -> Callable[[], DiskTier]:
-    """Parses `disk:/path:1TiB?durable=power&compression=lz4&…`. Returns a function that opens the tier."""
+    """Parse `disk:/path:1TiB?durable=power&compression=lz4&…`. Return a function that opens the tier."""
     plain, _, query = url.partition("?")
     path, colon, size = plain.removeprefix("disk:").rpartition(":")
     if not colon or not path:

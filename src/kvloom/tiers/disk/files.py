@@ -45,7 +45,7 @@ class Files:
         return os.stat(name, dir_fd=self.directory, follow_symlinks=False).st_size
 
     def open(self, name: str, create: bool, direct: bool) -> int:
-        """Opens a regular file that belongs to this user. If `create` is set, creates a new file with mode 0600.
+        """Open a regular file that belongs to this user. If `create` is set, creates a new file with mode 0600.
         Does not follow symbolic links. Raises UntrustedFileError for another file type or owner, and does not
         change such a file.
         """
@@ -63,11 +63,11 @@ class Files:
         return os.fstat(fd).st_size
 
     def modified_at(self, fd: int) -> int:
-        """Returns the time of the last write, in seconds since 1970."""
+        """Return the time of the last write, in seconds since 1970."""
         return int(os.fstat(fd).st_mtime)
 
     def allocate(self, fd: int, size: int) -> None:
-        """Enlarges the file to `size` bytes. Also allocates disk space if the file system can, so that a full disk is
+        """Enlarge the file to `size` bytes. Also allocates disk space if the file system can, so that a full disk is
         detected before any write."""
         try:
             os.posix_fallocate(fd, 0, size)
@@ -80,7 +80,7 @@ class Files:
         os.ftruncate(fd, size)
 
     def read(self, fd: int, into: Sequence[Any], offset: int) -> int:
-        """Reads bytes from `offset` into the buffers `into`, in order. Returns the number of bytes read. At the end
+        """Read bytes from `offset` into the buffers `into`, in order. Return the number of bytes read. At the end
         of the file, this is less than the size of the buffers."""
         done = 0
         for at in range(0, len(into), _MAX_PIECES):
@@ -92,7 +92,7 @@ class Files:
         return done
 
     def read_checked(self, fd: int, into: memoryview, offset: int, run_bytes: int) -> tuple[int, bytes]:
-        """Reads bytes from `offset` into `into`, whose size is a multiple of `run_bytes`. Returns the number of
+        """Read bytes from `offset` into `into`, whose size is a multiple of `run_bytes`. Return the number of
         bytes read, and one checksum for each layer run (`run_bytes` bytes). At the end of the file fewer bytes are
         read. Checksums of layer runs that were not read are undefined."""
         step, done = read_step(run_bytes), 0
@@ -105,7 +105,7 @@ class Files:
         return done, b"".join(sums)
 
     def write(self, fd: int, pieces: Sequence[Any], offset: int) -> None:
-        """Writes the buffers `pieces`, one after another, from `offset` on. Raises OSError if a write fails."""
+        """Write the buffers `pieces`, one after another, from `offset` on. Raises OSError if a write fails."""
         done = 0
         for at in range(0, len(pieces), _MAX_PIECES):
             some = pieces[at : at + _MAX_PIECES]
@@ -139,7 +139,7 @@ class UntrustedFileError(OSError):
 
 
 def _owners_of(directory: int) -> frozenset[int]:
-    """Returns the user ids whose files a tier accepts in a directory: this user and, if this user is root, the owner
+    """Return the user ids whose files a tier accepts in a directory: this user and, if this user is root, the owner
     of the directory."""
     us = os.geteuid()
     return frozenset((us,) if us else (us, os.fstat(directory).st_uid))
@@ -150,7 +150,7 @@ def _belongs_to(owner: int) -> str:
 
 
 def _open_own(name: str, flags: int, directory: int) -> int:
-    """Opens a regular file for reading and writing. Verifies the file's type and owner before any byte changes."""
+    """Open a regular file for reading and writing. Verifies the file's type and owner before any byte changes."""
     flags |= os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         fd = os.open(name, flags, 0o600, dir_fd=directory)
@@ -185,7 +185,7 @@ def _open_own(name: str, flags: int, directory: int) -> int:
 
 
 def _make_directory(path: Path) -> None:
-    """Creates a directory and its missing parents, each with mode 0700, because pages reveal prompts."""
+    """Create a directory and its missing parents, each with mode 0700, because pages reveal prompts."""
     missing = []
     for parent in (path, *path.parents):
         if parent.exists():
@@ -199,7 +199,7 @@ def _make_directory(path: Path) -> None:
 
 
 def _check_directory(path: Path, directory: int) -> None:
-    """Checks whether another user may replace the files of a tier in this directory. Every user may replace files if
+    """Check whether another user may replace the files of a tier in this directory. Every user may replace files if
     every user may write to the directory and the directory has no sticky bit.
 
     Raises TierError if `path` is a symbolic link that another user, except root, created. Also raises TierError
@@ -227,7 +227,7 @@ def _check_directory(path: Path, directory: int) -> None:
 
 
 def lock_directory(path: Path) -> tuple[int, int]:
-    """Creates a directory if it is missing, and locks it for this process. Returns the descriptors of the directory and
+    """Create a directory if it is missing, and locks it for this process. Return the descriptors of the directory and
     of the lock.
 
     The lock ends with the process, even after a crash.
@@ -248,7 +248,7 @@ def lock_directory(path: Path) -> tuple[int, int]:
 
 
 def _lock(path: Path, directory: int) -> int:
-    """Checks and locks a directory. Returns the descriptor of the lock. Raises TierError if the directory is unsafe or
+    """Check and locks a directory. Return the descriptor of the lock. Raises TierError if the directory is unsafe or
     another process uses it."""
     _check_directory(path, directory)
     try:

@@ -51,7 +51,7 @@ def recover(
     segments: dict[int, Segment],
     notes: dict[str, None],
 ) -> RecoveredSegments:
-    """Opens every segment, reads its page headers, and adds the segment to `segments`. `dead` maps each dropped key to
+    """Open every segment, read its page headers, and add the segment to `segments`. `dead` maps each dropped key to
     a position: copies of the key up to this position are dropped. Messages for the operator are added to `notes`.
     Raises OSError if the directory cannot be read."""
     stems = [name[:-4] for name in files.list_names() if name.endswith(".seg")]
@@ -96,7 +96,7 @@ def _records(
     recovered: RecoveredSegments,
     notes: dict[str, None],
 ) -> list[Record]:
-    """Returns the records of one segment that were not dropped. Adds dropped keys and a partly read segment to
+    """Return the records of one segment that were not dropped. Adds dropped keys and a partly read segment to
     `recovered`."""
     records = []
     try:
@@ -114,7 +114,7 @@ def _records(
 
 
 def replaces(files: Files, record: Record, before: Record | None) -> bool:
-    """Returns whether `record` replaces `before`, an earlier copy of the same page or None. A verified record
+    """Return whether `record` replaces `before`, an earlier copy of the same page or None. A verified record
     always replaces `before`. A record that is not verified replaces `before` only if the bytes of `before` are
     damaged. If `before` is not verified either, its bytes are read and checked. If they are intact, `before` is
     marked as verified."""

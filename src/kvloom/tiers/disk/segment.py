@@ -95,7 +95,7 @@ class Frame:
         return len(self.block) + self.size
 
     def place(self, segment: Segment, offset: int) -> None:
-        """Writes the frame's position in the segment into the frame's header."""
+        """Write the frame's position in the segment into the frame's header."""
         end = self._used - _CHECK.size
         stated = (_FRAME_MAGIC, SEGMENT_VERSION, 0, segment.id, offset)
         _FRAME.pack_into(self.block, 0, *stated, len(self.heads), end - _FRAME.size, self.size)
@@ -103,7 +103,7 @@ class Frame:
         self._segment, self._offset = segment, offset
 
     def records(self) -> list[Record]:
-        """Returns the records of a written frame."""
+        """Return the records of a written frame."""
         assert self._segment is not None
         records, at = [], self._offset + len(self.block)
         for head in self.heads:
@@ -150,7 +150,7 @@ class Segment:
     def create(
         cls, files: Files, number: int, size: int, direct: bool, owner: bytes = SHARED_OWNER
     ) -> Segment:
-        """Creates segment file `number`, with `size` bytes, for the pages of `owner`. With `direct`, uses O_DIRECT, or
+        """Create segment file `number`, with `size` bytes, for the pages of `owner`. With `direct`, uses O_DIRECT, or
         buffered I/O if the file system refuses O_DIRECT. Removes the file if an OSError occurs."""
         name = cls.file_name(number)
         try:
@@ -185,7 +185,7 @@ class Segment:
 
     @classmethod
     def open(cls, files: Files, number: int, direct: bool) -> Segment | Outcome:
-        """Opens a segment. Returns an Outcome if the header is invalid. Raises OSError if the file cannot be read.
+        """Open a segment. Return an Outcome if the header is invalid. Raises OSError if the file cannot be read.
         Raises UntrustedFileError for a file that is not a segment, and does not remove such a file.
         """
         try:
@@ -226,7 +226,7 @@ class Segment:
         return outcome
 
     def records(self) -> Iterator[Record]:
-        """Yields every record in the order of writing, and sets `end` to the end of the last frame. Reads all page
+        """Yield every record in the order of writing, and set `end` to the end of the last frame. Reads all page
         headers.
 
         After a damaged frame, the method searches the following bytes for the next frame. The searches read at most a
@@ -248,7 +248,7 @@ class Segment:
             self.is_complete &= stop <= self.size
 
     def _dated(self, heads: Sequence[Head]) -> list[Head]:
-        """Returns the page headers with their write times. A page of an earlier release gets the time of the file's
+        """Return the page headers with their write times. A page of an earlier release gets the time of the file's
         last write."""
         self.has_undated |= any(not head.stored_at for head in heads)
         heads = [head if head.stored_at else head._replace(stored_at=self.modified_at) for head in heads]
@@ -261,7 +261,7 @@ class Segment:
         self.newest = max([*times, self.newest])
 
     def _frame(self, at: int) -> tuple[list[Head], int, int] | None:
-        """Returns the page headers of the frame at `at`, the position of its first body, and its end. Returns None if
+        """Return the page headers of the frame at `at`, the position of its first body, and its end. Return None if
         there is no complete frame at `at`."""
         buffer = aligned_bytes(BLOCK)
         if self._files.read(self.fd, [buffer], at) < BLOCK:
@@ -290,7 +290,7 @@ class Segment:
         return heads, at + aligned(used), at + aligned(used) + bodies
 
     def _next_frame(self, at: int) -> int:
-        """Returns the position of the next block after `at` that starts like a frame of this segment, or the end of
+        """Return the position of the next block after `at` that starts like a frame of this segment, or the end of
         the file."""
         buffer = aligned_bytes(_SCAN_BYTES)
         mark = _FRAME_MAGIC + struct.pack("<HH", SEGMENT_VERSION, 0) + self.id
@@ -307,19 +307,19 @@ class Segment:
         return self.size
 
     def append(self, frame: Frame) -> None:
-        """Writes a whole frame. After an OSError, the caller must write later frames to another segment."""
+        """Write a whole frame. After an OSError, the caller must write later frames to another segment."""
         frame.place(self, self.end)
         self._files.write(self.fd, [frame.block, *frame.bodies], self.end)
         self.end += frame.span
         self._count_times(frame.heads)
 
     def fits(self, frame: Frame) -> bool:
-        """Returns whether a frame fits into the file and leaves one free block after it. `seal` removes this block. If
+        """Return whether a frame fits into the file and leaves one free block after it. `seal` removes this block. If
         a file ends at its last frame, it was therefore sealed."""
         return self.end + frame.span + BLOCK <= self.size
 
     def reopen(self, size: int) -> None:
-        """Extends the file to `size` bytes, so that more frames can be appended."""
+        """Extend the file to `size` bytes, so that more frames can be appended."""
         self._files.truncate(self.fd, self.end)
         self._files.allocate(self.fd, size)
         self.size = size
@@ -328,7 +328,7 @@ class Segment:
         self._files.sync(self.fd)
 
     def seal(self) -> None:
-        """Seals the segment: truncates the file to the end of its last frame. A sealed segment receives no more
+        """Seal the segment: truncates the file to the end of its last frame. A sealed segment receives no more
         frames. If `is_complete` is False, one free block stays after the last frame. When the tier is opened again,
         this block shows that pages may be incomplete."""
         end = self.end if self.is_complete else self.end + BLOCK
@@ -337,11 +337,11 @@ class Segment:
             self.size = end
 
     def remove(self) -> None:
-        """Removes the file from the directory. The descriptor stays open for readers."""
+        """Remove the file from the directory. The descriptor stays open for readers."""
         self._files.remove(self.file_name(self.number))
 
     def take_closable_fd(self) -> int:
-        """Returns the file descriptor if the segment is `removed` and has no readers, else -1. The caller must close
+        """Return the file descriptor if the segment is `removed` and has no readers, else -1. The caller must close
         the descriptor.
 
         The caller holds the store's lock, and closes the descriptor after it has released the lock. Closing the

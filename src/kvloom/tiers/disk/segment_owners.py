@@ -64,7 +64,7 @@ class SegmentOwners:
         yield from self._own.values()
 
     def set_shares(self, shares: Shares) -> None:
-        """Creates one owner per share, with a segment size that fits the share."""
+        """Create one owner per share, with a segment size that fits the share."""
         pieces = max(_MIN_PIECES, min(_MAX_PIECES, _ALL_PIECES // max(1, len(shares))))
         for tenant, share in shares.items():
             owner = SegmentOwner(tenant_owner(tenant), share, self._capacity, self._segment_bytes)
@@ -83,19 +83,19 @@ class SegmentOwners:
         return self._own.get(segment.owner, self.shared)
 
     def used_bytes(self, owner: SegmentOwner) -> int:
-        """Returns the size of an owner's files. O(segments)."""
+        """Return the size of an owner's files. O(segments)."""
         owner.used = sum(
             segment.size for segment in self._segments.values() if self.owner_of(segment) is owner
         )
         return owner.used
 
     def newest_segment(self, owner: SegmentOwner) -> Segment | None:
-        """Returns the newest segment of this owner, or None."""
+        """Return the newest segment of this owner, or None."""
         own = (segment for segment in self._segments.values() if segment.owner == owner.name)
         return max(own, key=lambda segment: segment.number, default=None)
 
     def victim(self, owner: SegmentOwner, own: bool, oldest: bool) -> Segment | None:
-        """Returns the segment to evict so that `owner` gets space, or None. With `own`, only segments of `owner` are
+        """Return the segment to evict so that `owner` gets space, or None. With `own`, only segments of `owner` are
         considered. The current segment of `owner` is never chosen. O(segments).
 
         The choice follows these rules, in this order:

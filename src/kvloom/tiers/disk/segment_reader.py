@@ -49,7 +49,7 @@ class SegmentReader:
         part: tuple[int, int],
         tenant: str,
     ) -> None:
-        """Queues reads of the byte range `part` of each record's page. `found` contains (index in the transfer, record)
+        """Queue reads of the byte range `part` of each record's page. `found` contains (index in the transfer, record)
         pairs. All records have the same form.
 
         The caller has counted one reader per record in the segment store (`begin_reads`). The jobs release these
@@ -74,7 +74,7 @@ class SegmentReader:
             at, remaining = at + len(some), remaining - len(some) * size
 
     def close(self, timeout: float) -> bool:
-        """Ends the threads after all submitted jobs have run. Returns False if threads still run after `timeout`
+        """End the threads after all submitted jobs have run. Return False if threads still run after `timeout`
         seconds."""
         return self._workers.close(timeout)
 
@@ -106,7 +106,7 @@ class SegmentReader:
         return run
 
     def _ranges(self, job: _Job) -> list[_DiskRange]:
-        """Returns the disk ranges that contain a job's records, in disk order. Adjacent records become one range."""
+        """Return the disk ranges that contain a job's records, in disk order. Adjacent records become one range."""
         call, found, size = job.call, job.found, job.part[1] - job.part[0]
         starts, offsets = call.starts, [record.offset for _, record in found]
         if offsets != sorted(offsets):
@@ -162,8 +162,8 @@ class SegmentReader:
     def _settle_damaged(
         self, job: _Job, piece: _DiskRange, read_bytes: int, sums: bytes, wanted: slice
     ) -> list[int]:
-        """Sets the outcomes of short or damaged pages in the disk range `piece`, of which `read_bytes` bytes were read.
-        Returns the indexes of the intact pages. `sums` are the checksums of the bytes that were read, and `wanted`
+        """Set the outcomes of short or damaged pages in the disk range `piece`, of which `read_bytes` bytes were read.
+        Return the indexes of the intact pages. `sums` are the checksums of the bytes that were read, and `wanted`
         selects the expected checksums in the page header."""
         size, each = job.part[1] - job.part[0], wanted.stop - wanted.start
         good = []
@@ -203,7 +203,7 @@ def _disk_order(item: tuple[int, Record]) -> tuple[int, int]:
 
 
 class _PageReads:
-    """Two counters for a page that is read in several parts: reads that have not finished, and reads that have not
+    """Counters for a page that is read in several parts: the reads that still run, and the reads that have not
     succeeded. The reader's lock guards both counters."""
 
     __slots__ = ("_good", "_remaining")
@@ -212,12 +212,12 @@ class _PageReads:
         self._remaining = self._good = reads
 
     def succeed(self) -> bool:
-        """Counts a successful read. Returns whether all reads succeeded."""
+        """Count a successful read. Return whether all reads succeeded."""
         self._good -= 1
         return self._good == 0
 
     def finish(self) -> bool:
-        """Counts a finished read. Returns whether all reads are finished."""
+        """Count a finished read. Return whether all reads are finished."""
         self._remaining -= 1
         return self._remaining == 0
 
@@ -234,7 +234,7 @@ class _ReadCall:
         self._aligned = blocks and not ((into.starts + into.address) % BLOCK).any()
 
     def is_in_place(self, record: Record) -> bool:
-        """Returns whether a record can be read directly into the caller's memory. The stored bytes must be plain. With
+        """Return whether a record can be read directly into the caller's memory. The stored bytes must be plain. With
         O_DIRECT, the memory must also be aligned to blocks. If one page of a call is unaligned, all pages of the call
         count as unaligned."""
         return record.head.stored_lengths is None and (self._aligned or not record.segment.direct)
@@ -253,7 +253,7 @@ class _Job:
     count: _PageReads | None = None
 
     def mark_verified(self, records: list[Record]) -> None:
-        """Marks records as verified, after their bytes matched the checksums. Does nothing if the call reads only a
+        """Mark records as verified, after their bytes matched the checksums. Does nothing if the call reads only a
         part of each page."""
         size = self.call.part[1] - self.call.part[0]
         for record in records:

@@ -99,7 +99,7 @@ class SegmentStore:
         return min(60.0, max(1.0, self._config.ttl / 4)) if self._config.ttl else None
 
     def getter(self) -> Callable[[bytes], Record | None]:
-        """Returns a function that maps a key to its record, or to None if the page is missing or expired. The
+        """Return a function that maps a key to its record, or to None if the page is missing or expired. The
         caller holds the lock."""
         get, cutoff = self.index.get, expiry_cutoff(self._config.ttl)
         if not cutoff:
@@ -112,17 +112,17 @@ class SegmentStore:
         return get_unexpired
 
     def segment_bytes_for(self, tenant: str) -> int:
-        """Returns the size of a segment file for a tenant's pages, in bytes."""
+        """Return the size of a segment file for a tenant's pages, in bytes."""
         return self._owners.of_tenant(tenant).segment_bytes
 
     def used_by(self, tenant: str) -> int:
-        """Returns the size of the files that contain a tenant's pages. For a tenant without a share, these are the
+        """Return the size of the files that contain a tenant's pages. For a tenant without a share, these are the
         shared files."""
         with self.lock:
             return self._owners.used_bytes(self._owners.of_tenant(tenant))
 
     def begin_reads(self, records: Sequence[Record]) -> None:
-        """Counts one reader for each record. The caller holds the lock, and later calls `release_readers`."""
+        """Count one reader for each record. The caller holds the lock, and later calls `release_readers`."""
         self._clock += 1
         for record in records:
             record.reads += 1
@@ -138,7 +138,7 @@ class SegmentStore:
             self._files.close(fd)
 
     def remove(self, key: bytes, record: Record) -> None:
-        """Removes `record` from the index, if the index still maps `key` to this record."""
+        """Remove `record` from the index, if the index still maps `key` to this record."""
         with self.lock:
             if self.index.get(key) is record:
                 del self.index[key]
@@ -146,7 +146,7 @@ class SegmentStore:
                 record.segment.keys.discard(key)
 
     def remove_keys(self, keys: Iterable[bytes]) -> list[tuple[bytes, int, int]]:
-        """Removes keys from the index. Returns (key, segment, offset) of each removed record, for
+        """Remove keys from the index. Return (key, segment, offset) of each removed record, for
         `write_tombstones`."""
         dropped = []
         with self.lock:
@@ -159,7 +159,7 @@ class SegmentStore:
         return dropped
 
     def watch(self) -> PageChanges:
-        """Records changes of pages from now on. The first changes are the pages that are already in the index."""
+        """Record changes of pages from now on. The first changes are the pages that are already in the index."""
         with self.lock:
             self.changes = PageChanges()
             self.changes.stored(self.index, [key[:HASH_BYTES] for key in self.index])
@@ -170,7 +170,7 @@ class SegmentStore:
             self.changes.removed(keys)
 
     def publish(self, records: Iterable[Record]) -> None:
-        """Adds records to the index, unless their segment has been evicted."""
+        """Add records to the index, unless their segment has been evicted."""
         with self.lock:
             for record in records:
                 if record.segment.removed:
@@ -189,7 +189,7 @@ class SegmentStore:
     # --- the appending thread
 
     def set_shares(self, shares: Shares) -> None:
-        """Gives every tenant with a share its own segments. Segments that the tenant already has on disk are used
+        """Give every tenant with a share its own segments. Segments that the tenant already has on disk are used
         again. Call this method before the first frame."""
         self._owners.set_shares(shares)
         for owner in self._owners:
@@ -198,7 +198,7 @@ class SegmentStore:
             self._free_space(owner, copy_forward=False)
 
     def append(self, frame: Frame, tenant: str = "") -> None:
-        """Writes a frame to the current segment for pages of this tenant, and starts a new segment if needed. Lookups
+        """Write a frame to the current segment for pages of this tenant, and start a new segment if needed. Lookups
         find the frame's records only after `publish`. If OSError is raised, nothing was stored."""
         need = frame.span
         if need > self._config.segment_bytes - 2 * BLOCK:
@@ -227,7 +227,7 @@ class SegmentStore:
         self._dirty.add(segment)
 
     def sync(self) -> None:
-        """Syncs all appended frames, so that they survive power loss. If OSError is raised, frames since the last
+        """Sync all appended frames, so that they survive power loss. If OSError is raised, frames since the last
         sync may be lost.
         """
         error, self._sync_error = self._sync_error or self._sync(), None
@@ -249,18 +249,18 @@ class SegmentStore:
         return None
 
     def _seal(self, segment: Segment) -> None:
-        """Seals a segment. If pages must survive power loss, syncs the segment's frames first. If the sync fails, the
+        """Seal a segment. If pages must survive power loss, syncs the segment's frames first. If the sync fails, the
         segment is still sealed, and the next call of `sync` raises the error."""
         if self._config.sync and segment in self._dirty:
             self._sync_error = self._sync_error or self._sync()
         segment.seal()
 
     def write_tombstones(self, dropped: DroppedRecords) -> None:
-        """Records dropped objects on disk. Otherwise the tier would find them again when it is next opened."""
+        """Record dropped objects on disk. Otherwise the tier would find them again when it is next opened."""
         self._tombstones.add(dropped)
 
     def remove_expired(self) -> None:
-        """Removes segments whose pages have all expired. Does nothing without a TTL."""
+        """Remove segments whose pages have all expired. Does nothing without a TTL."""
         cutoff = expiry_cutoff(self._config.ttl)
         for segment in [one for one in self._segments.values() if 0 < one.newest < cutoff]:
             owner = self._owners.owner_of(segment)
@@ -269,12 +269,12 @@ class SegmentStore:
             self._drop_segment(segment)
 
     def _is_old(self, segment: Segment) -> bool:
-        """Returns whether a segment has an expired page. Such a segment gets no new pages, so that its file can be
+        """Return whether a segment has an expired page. Such a segment gets no new pages, so that its file can be
         removed when all its pages have expired."""
         return 0 < segment.oldest < expiry_cutoff(self._config.ttl)
 
     def remove_empty(self) -> None:
-        """Removes the files of all segments without pages. This includes current segments."""
+        """Remove the files of all segments without pages. This includes current segments."""
         for segment in [one for one in self._segments.values() if not one.keys]:
             owner = self._owners.owner_of(segment)
             if owner.current is segment:
@@ -286,7 +286,7 @@ class SegmentStore:
             self._remove(segment)
 
     def close(self) -> None:
-        """Seals all segments and closes their files."""
+        """Seal all segments and close their files."""
         with self.lock:
             self.index.clear()
         for segment in self._segments.values():
@@ -304,7 +304,7 @@ class SegmentStore:
     # --- freeing space
 
     def _grow_segments(self, owner: SegmentOwner, need: int) -> None:
-        """Makes the new segment files of an owner at least `need` bytes large. Raises OSError if three segments of
+        """Make the new segment files of an owner at least `need` bytes large. Raises OSError if three segments of
         `need` bytes do not fit into the owner's share."""
         if need > owner.segment_bytes:
             owner.check_limit(need)
@@ -312,7 +312,7 @@ class SegmentStore:
             self._free_space(owner, copy_forward=False)
 
     def _start_segment(self, owner: SegmentOwner) -> None:
-        """Starts a new current segment file, and frees space for the segment file after it."""
+        """Start a new current segment file, and free space for the segment file after it."""
         owner.check_limit(owner.segment_bytes)
         before, owner.current = owner.current, None
         if before is not None:
@@ -338,7 +338,7 @@ class SegmentStore:
         self._free_space(owner, self._config.copy_forward)
 
     def _free_space(self, owner: SegmentOwner, copy_forward: bool) -> None:
-        """Removes expired segments. Then evicts segments until one more segment fits into the capacity, and into the
+        """Remove expired segments. Then evicts segments until one more segment fits into the capacity, and into the
         limit of the owner's share."""
         self.remove_expired()
         limit = self._config.capacity - self._config.segment_bytes
@@ -368,10 +368,10 @@ class SegmentStore:
         return segment
 
     def _evict_segment(self, owner: SegmentOwner, copy_forward: bool, own: bool = False) -> bool:
-        """Evicts one segment so that `owner` gets space. With `own`, only a segment of `owner` is evicted. Without
+        """Evict one segment so that `owner` gets space. With `own`, only a segment of `owner` is evicted. Without
         `own`, an unreadable file or a file of another version is removed first, if there is one. Otherwise
         `SegmentOwners.victim` chooses the segment. With `copy_forward`, pages of the segment that have been read are
-        copied first. Returns False if nothing can be evicted."""
+        copied first. Return False if nothing can be evicted."""
         if self._foreign and not own:
             number = min(self._foreign)
             with self.lock:
@@ -390,7 +390,7 @@ class SegmentStore:
         return True
 
     def _drop_segment(self, victim: Segment) -> None:
-        """Removes a segment with its pages."""
+        """Remove a segment with its pages."""
         with self.lock:
             self._record_removed(victim.keys)
             for key in victim.keys:
@@ -403,7 +403,7 @@ class SegmentStore:
         self._remove(victim)
 
     def _remove(self, segment: Segment) -> None:
-        """Removes the file of a segment without index entries."""
+        """Remove the file of a segment without index entries."""
         try:
             segment.remove()
         finally:
@@ -411,7 +411,7 @@ class SegmentStore:
             self.release_readers(segment, 0)
 
     def _copy_forward(self, victim: Segment, victim_owner: SegmentOwner) -> None:
-        """Copies pages of the segment `victim` to the current segment of their owner, before `victim` is evicted.
+        """Copy pages of the segment `victim` to the current segment of their owner, before `victim` is evicted.
         Only pages that have been read are copied, the most read pages first. The copies fill at most half a
         segment."""
         with self.lock:
@@ -440,7 +440,7 @@ class SegmentStore:
             self.notes[f"pages could not be copied forward: {error.strerror}"] = None
 
     def _publish_copies(self, moved: Sequence[tuple[Record, Record]]) -> None:
-        """Updates the index to the new copies. `moved` contains (old record, new record) pairs. An object that was
+        """Update the index to the new copies. `moved` contains (old record, new record) pairs. An object that was
         dropped during the copy stays dropped."""
         dropped = []
         with self.lock:
@@ -492,7 +492,7 @@ class SegmentStore:
         self._free_space(shared, copy_forward=False)
 
     def _reopen_last(self, owner: SegmentOwner) -> None:
-        """Makes the newest segment of an owner its current segment again, if at least half of the segment is free.
+        """Make the newest segment of an owner its current segment again, if at least half of the segment is free.
 
         A segment with pages of an earlier release is not used. These pages contain no write time, so their age counts
         from the last write of the file. A new write to the file would make these pages younger.

@@ -96,7 +96,7 @@ class SegmentWriter:
         self._requests.put(dropped)
 
     def close(self, timeout: float) -> bool:
-        """Ends the threads after all submitted writes. Returns False if threads still run after `timeout` seconds."""
+        """End the threads after all submitted writes. Return False if threads still run after `timeout` seconds."""
         self._requests.put(None)
         deadline = time.monotonic() + timeout
         for thread in self._threads:
@@ -141,7 +141,7 @@ class SegmentWriter:
         self._sealed.put(sealed)
 
     def _in_place(self, sealed: _SealedFrame, job: _WriteRequest) -> Frame | None:
-        """Returns a frame that is written directly from the caller's memory. Returns None if the codec compresses or
+        """Return a frame that is written directly from the caller's memory. Return None if the codec compresses or
         seals pages, or if the pages are not aligned to blocks."""
         keys, form, view = job.objects.keys, job.objects.form, job.source.view
         size, starts = form.page_bytes, job.source.starts[sealed.which]

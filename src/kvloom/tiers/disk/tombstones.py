@@ -32,7 +32,7 @@ class Tombstones:
         self._files = files
 
     def add(self, dropped: DroppedRecords) -> None:
-        """Appends one line per dropped object to the file, and syncs the file."""
+        """Append one line per dropped object to the file, and sync the file."""
         lines = []
         for key, number, offset in dropped:
             line = _LINE.pack(key, number, offset, 0)[:-8]
@@ -48,7 +48,7 @@ class Tombstones:
             self._files.close(fd)
 
     def read(self) -> dict[bytes, tuple[int, int]]:
-        """Returns a dictionary from each dropped key to (segment, offset). Copies of the key up to this position are
+        """Return a dictionary from each dropped key to (segment, offset). Copies of the key up to this position are
         dropped."""
         dead: dict[bytes, tuple[int, int]] = {}
         data, start = bytearray(_READ_LINES * _LINE.size), 0
@@ -69,7 +69,7 @@ class Tombstones:
         return dead
 
     def rewrite(self, dead: dict[bytes, tuple[int, int]]) -> None:
-        """Replaces all lines of the file by `dead`, a dictionary as in `read`."""
+        """Replace all lines of the file by `dead`, a dictionary as in `read`."""
         fd = self._open()
         try:
             # Truncate first: a crash here can restore a dropped page, but never a wrong page.

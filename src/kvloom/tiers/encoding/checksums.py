@@ -44,7 +44,7 @@ _xxh3: Callable[[Any], int] | None = None
 
 
 def checksum(data: memoryview | bytes) -> int:
-    """Returns the 64-bit xxh3 checksum. This takes as long as a memory copy, and a fourth of the time of zlib's
+    """Return the 64-bit xxh3 checksum. This takes as long as a memory copy, and a fourth of the time of zlib's
     crc32."""
     if _native is not None:
         value: int = _native.checksum(data)
@@ -63,7 +63,7 @@ def checksum(data: memoryview | bytes) -> int:
 
 
 def run_checksums(page: memoryview, run_bytes: int) -> bytes:
-    """Returns the checksums of a page's layer runs, packed as in the header of a stored page. The size of the page
+    """Return the checksums of a page's layer runs, packed as in the header of a stored page. The size of the page
     must be a multiple of `run_bytes`."""
     if _native is not None and run_bytes >= _SHORTEST_RUN:
         found: bytes = _native.checksums(page, run_bytes)
@@ -73,7 +73,7 @@ def run_checksums(page: memoryview, run_bytes: int) -> bytes:
 
 
 def copy_checked(into: memoryview, page: memoryview, run_bytes: int, of_target: bool) -> bytes:
-    """Copies the layer runs of a page to `into` and returns their checksums. With `of_target`, the checksums are
+    """Copy the layer runs of a page to `into` and return their checksums. With `of_target`, the checksums are
     computed from `into` after the copy, else from `page`.
 
     Takes little more time than a copy, because the copied bytes are still in the processor's cache.
@@ -90,10 +90,10 @@ def copy_checked(into: memoryview, page: memoryview, run_bytes: int, of_target: 
 
 
 def read_checked(fd: int, into: memoryview, offset: int, run_bytes: int) -> tuple[int, bytes] | None:
-    """Reads bytes from `offset` of a file into `into`, whose size is a multiple of `run_bytes`. Returns the number
+    """Read bytes from `offset` of a file into `into`, whose size is a multiple of `run_bytes`. Return the number
     of bytes read, and one checksum for each layer run (`run_bytes` bytes).
 
-    Checksums of layer runs that were not read are undefined. Returns None if the native code does not support
+    Checksums of layer runs that were not read are undefined. Return None if the native code does not support
     `run_bytes`. Raises OSError if the read fails.
     """
     if _native is None or run_bytes < _SHORTEST_RUN:
@@ -103,7 +103,7 @@ def read_checked(fd: int, into: memoryview, offset: int, run_bytes: int) -> tupl
 
 
 def send_checked(fd: int, data: memoryview, run_bytes: int, until: float) -> bytes | None:
-    """Sends the layer runs in `data` on a connected socket and returns their checksums. If the native code does not
+    """Send the layer runs in `data` on a connected socket and return their checksums. If the native code does not
     support `run_bytes`, sends nothing and returns None. Raises OSError if sending fails. Raises BlockingIOError if
     sending has not ended at the time `until` (monotonic seconds)."""
     if _native is None or run_bytes < _SHORTEST_RUN:
@@ -113,7 +113,7 @@ def send_checked(fd: int, data: memoryview, run_bytes: int, until: float) -> byt
 
 
 def receive_checked(fd: int, into: memoryview, run_bytes: int, until: float) -> bytes | None:
-    """Receives layer runs from a connected socket into `into` and returns their checksums. `until` limits the time as
+    """Receive layer runs from a connected socket into `into` and return their checksums. `until` limits the time as
     in `send_checked`, and the same cases return None or raise an error. Raises ConnectionError at the end of the
     stream.
     """
@@ -124,20 +124,20 @@ def receive_checked(fd: int, into: memoryview, run_bytes: int, until: float) -> 
 
 
 def send_step(run_bytes: int) -> int:
-    """Returns the number of bytes to checksum and send at a time. These are whole layer runs that fit into the
+    """Return the number of bytes to checksum and send at a time. These are whole layer runs that fit into the
     processor's cache."""
     return max(run_bytes, _SEND_BYTES // run_bytes * run_bytes)
 
 
 def receive_step(run_bytes: int) -> int:
-    """Returns the number of bytes to receive and checksum at a time. These are whole layer runs that fit into the
+    """Return the number of bytes to receive and checksum at a time. These are whole layer runs that fit into the
     processor's cache.
     """
     return max(run_bytes, _RECEIVE_BYTES // run_bytes * run_bytes)
 
 
 def read_step(run_bytes: int) -> int:
-    """Returns the number of bytes of one disk read, in whole layer runs and whole disk blocks. The size is about
+    """Return the number of bytes of one disk read, in whole layer runs and whole disk blocks. The size is about
     256 KiB, or more if a layer run is longer. With reads of this size, several threads saturate a disk. The bytes
     are still in the processor's cache when they are verified."""
     whole = lcm(run_bytes, _BLOCK)

@@ -101,7 +101,7 @@ class Head(NamedTuple):
         )
 
     def span(self, first: int, last: int) -> tuple[int, int]:
-        """Returns the byte range of the layer runs [first, last) in the body."""
+        """Return the byte range of the layer runs [first, last) in the body."""
         if self.stored_lengths is None:
             return first * self.run_bytes, last * self.run_bytes
         edges = [0, *accumulate(self.stored_lengths)]
@@ -119,23 +119,23 @@ class Head(NamedTuple):
 
 
 def plain_head_bytes(form: Form) -> int:
-    """Returns the length of the header of a plain page, which is neither compressed nor sealed."""
+    """Return the length of the header of a plain page, which is neither compressed nor sealed."""
     return _FIXED.size + 8 * form.runs + _CHECK.size
 
 
 def max_head_bytes(form: Form) -> int:
-    """Returns the largest length of a header for pages of this form."""
+    """Return the largest length of a header for pages of this form."""
     return _FIXED.size + 12 * form.runs + SALT_BYTES + _CHECK.size
 
 
 def max_sealed_bytes(form: Form) -> int:
-    """Returns the largest size of a stored page with its header, for any compression and encryption."""
+    """Return the largest size of a stored page with its header, for any compression and encryption."""
     # A run that compression does not shrink is stored unchanged.
     return max_head_bytes(form) + TAG_BYTES * form.runs + form.page_bytes
 
 
 def parse_head(data: memoryview) -> tuple[Head, int] | Outcome:
-    """Returns the header at the beginning of `data` and its length. Returns an Outcome if the header is invalid."""
+    """Return the header at the beginning of `data` and its length. Return an Outcome if the header is invalid."""
     if len(data) < _FIXED.size:
         return Outcome.SHORT
     magic, version, method, cipher, key, runs, run_bytes, stored_at = _FIXED.unpack_from(data)
@@ -163,7 +163,7 @@ def parse_head(data: memoryview) -> tuple[Head, int] | Outcome:
 
 
 def stored_time(data: memoryview) -> int:
-    """Returns the write time from the first FIXED_HEAD_BYTES bytes of a header, without verifying the header. 0 means
+    """Return the write time from the first FIXED_HEAD_BYTES bytes of a header, without verifying the header. 0 means
     unknown."""
     if len(data) < _FIXED.size or bytes(data[:4]) != _MAGIC:
         return 0
@@ -185,7 +185,7 @@ class Codec:
         return self.method == 0 and self.keys is None
 
     def pack(self, run: memoryview) -> Bytes:
-        """Returns the compressed layer run, or the layer run itself if compression does not make it smaller."""
+        """Return the compressed layer run, or the layer run itself if compression does not make it smaller."""
         if self.method == 0:
             return run
         if self.method == 1:
@@ -197,7 +197,7 @@ class Codec:
         return packed if len(packed) < len(run) else run
 
     def unpack(self, method: int, packed: memoryview, into: memoryview) -> bool:
-        """Decompresses `packed` into `into`. Returns False if the data is damaged or does not have exactly
+        """Decompresse `packed` into `into`. Return False if the data is damaged or does not have exactly
         `len(into)` bytes."""
         try:
             if method == 1:
@@ -227,7 +227,7 @@ class Codec:
 
 
 def _library(module: str) -> Any:
-    """Imports a compression package when it is needed."""
+    """Import a compression package when it is needed."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -237,7 +237,7 @@ def _library(module: str) -> Any:
 
 
 def make_codec(compression: Compression = "none", keys: Keyring | None = None) -> Codec:
-    """Returns a codec that writes with `compression` and can read every compression. With `keys` the codec seals
+    """Return a codec that writes with `compression` and can read every compression. With `keys` the codec seals
     pages. Raises TierError if a package is missing.
     """
     if compression not in _METHODS:
@@ -249,7 +249,7 @@ def make_codec(compression: Compression = "none", keys: Keyring | None = None) -
 
 
 def plain_heads(keys: Sequence[bytes], form: Form, pages: memoryview) -> list[Head]:
-    """Returns the headers of consecutive pages in `pages`, which are neither compressed nor sealed. `seal` returns
+    """Return the headers of consecutive pages in `pages`, which are neither compressed nor sealed. `seal` returns
     equal headers, one page at a time. This function computes all of them in one call."""
     sums, each, stored_at = run_checksums(pages, form.run_bytes), 8 * form.runs, now()
     return [
@@ -261,7 +261,7 @@ def plain_heads(keys: Sequence[bytes], form: Form, pages: memoryview) -> list[He
 def seal(
     key: bytes, form: Form, page: memoryview, codec: Codec, tenant: str = ""
 ) -> tuple[Head, list[Bytes]]:
-    """Returns the header of a page, and its stored body as a list of pieces. If the codec neither compresses nor
+    """Return the header of a page, and its stored body as a list of pieces. If the codec neither compresses nor
     has keys, the body is the caller's memory as one piece. Raises NoKeyError if the codec has keys but no key
     for the tenant."""
     step, stored_at = form.run_bytes, now()
@@ -283,7 +283,7 @@ def seal(
 
 
 def _context(key: bytes, method: int, runs: int, run_bytes: int, cipher: int) -> bytes:
-    """Returns the context with which the layer runs of a page are sealed. The context contains `key` (block hash, group
+    """Return the context with which the layer runs of a page are sealed. The context contains `key` (block hash, group
     and form) and the format of the page. The tag of a layer run authenticates this context, the number of the layer run
     and the salt of the page. A layer run therefore cannot be moved to another page or position."""
     bound = key + bytes([method]) + run_bytes.to_bytes(4, "little")
@@ -293,7 +293,7 @@ def _context(key: bytes, method: int, runs: int, run_bytes: int, cipher: int) ->
 def unseal(
     head: Head, body: memoryview, first: int, into: memoryview, codec: Codec, tenant: str = ""
 ) -> Outcome:
-    """Verifies layer runs from number `first` on, and decodes as many as fit into `into`. Returns the outcome. `head`
+    """Verify layer runs from number `first` on, and decode as many as fit into `into`. Return the outcome. `head`
     is the header of the stored page, and `body` begins with layer run `first`. `body` and `into` may be the same memory
     if nothing is compressed.
 
@@ -334,7 +334,7 @@ def _unpack(head: Head, packed: memoryview, run: memoryview, codec: Codec) -> bo
 def _unseal_protected(
     head: Head, body: memoryview, first: int, into: memoryview, codec: Codec, tenant: str
 ) -> Outcome:
-    """Opens sealed layer runs for `unseal`. The checksums cover the stored bytes. Damage (CORRUPT) can therefore be
+    """Open sealed layer runs for `unseal`. The checksums cover the stored bytes. Damage (CORRUPT) can therefore be
     distinguished from a wrong key (LOCKED)."""
     assert head.stored_lengths is not None
     if codec.keys is None:

@@ -51,12 +51,12 @@ class PageCipher(Protocol):
     opened only with the `context` with which it was sealed."""
 
     def encrypt(self, number: int, run: memoryview | bytes, context: bytes) -> bytes:
-        """Seals layer run number `number` of the page. Returns the sealed layer run, followed by its tag of TAG_BYTES
+        """Seal layer run number `number` of the page. Return the sealed layer run, followed by its tag of TAG_BYTES
         bytes."""
         ...
 
     def decrypt(self, number: int, sealed: memoryview, context: bytes) -> memoryview | None:
-        """Verifies the layer run with the number `number`. Returns the decrypted layer run without its tag. Returns
+        """Verify the layer run with the number `number`. Return the decrypted layer run without its tag. Return
         None if the tag does not match."""
         ...
 
@@ -123,7 +123,7 @@ class Keyring:
 
     @classmethod
     def read(cls, path: Path | str, protect: Protect = "encrypt") -> Keyring:
-        """Reads keys from a file. Raises TierError if the file is invalid or other users may read it. The message
+        """Read keys from a file. Raises TierError if the file is invalid or other users may read it. The message
         never contains the content of the file.
         """
         path = Path(path)
@@ -144,7 +144,7 @@ class Keyring:
             ) from None
 
     def page_cipher(self, tenant: str, salt: bytes, protect: Protect = "encrypt") -> PageCipher:
-        """Returns the cipher of one page. Its key is derived from the tenant's key and the `salt` of the page. Raises
+        """Return the cipher of one page. Its key is derived from the tenant's key and the `salt` of the page. Raises
         NoKeyError if the tenant has no key, and TierError if a package is missing."""
         key = self._tenant_key(tenant)
         if protect == "authenticate":
@@ -154,7 +154,7 @@ class Keyring:
         return _Aes(self._aes(_derive(salt, key, _PERSON)), self._invalid)
 
     def with_stored_keys(self, objects: Objects) -> Objects:
-        """Returns the objects with the keys under which a tier stores them. These keys are derived from
+        """Return the objects with the keys under which a tier stores them. These keys are derived from
         `Objects.keys` and the tenant's encryption key. Raises NoKeyError if the tenant has no encryption key.
         """
         key = self._tenant_key(objects.tenant)
@@ -181,7 +181,7 @@ def _derive(text: bytes, key: bytes, person: bytes) -> bytes:
 
 
 def read_keys(path: Path | str | None, protect: Protect | None) -> Keyring | None:
-    """Returns the keys of a tier, or None if `path` is None. Raises TierError if the file is unusable."""
+    """Return the keys of a tier, or None if `path` is None. Raises TierError if the file is unusable."""
     return None if path is None else Keyring.read(path, protect or "encrypt")
 
 

@@ -73,19 +73,19 @@ class PageFields:
         return range(0, self.layers * self.layer_bytes, self.layer_bytes)
 
     def clear_from(self, page: Any, tokens: int) -> None:
-        """Sets the tokens of a page from index `tokens` on to 0, in all fields. Does nothing for a recurrent state."""
+        """Set the tokens of a page from index `tokens` on to 0, in all fields. Does nothing for a recurrent state."""
         if self.tokens:
             for view in self.views(page):
                 view[:, tokens:] = 0
 
     def clear_padding(self, page: Any) -> None:
-        """Sets the padding of a page to 0."""
+        """Set the padding of a page to 0."""
         data = memoryview(page).cast("B")
         for start, stop in self.padding:
             data[start:stop] = bytes(stop - start)
 
     def views(self, page: Any) -> list[Array]:
-        """Returns a view of each field as [layers, tokens, *shape], whatever the order in memory."""
+        """Return a view of each field as [layers, tokens, *shape], whatever the order in memory."""
         data = np.frombuffer(memoryview(page).cast("B"), np.uint8)
         if len(data) != self.page_bytes:
             raise ValueError(f"the page has {len(data)} bytes; {self} has {self.page_bytes}")
@@ -104,13 +104,13 @@ class PageFields:
 
 
 def split_units(page: Any, shape: PageFields, units: Sequence[Any], unit: PageFields) -> None:
-    """Copies the tokens of a page to smaller pages (`units`), in order. If all units together have fewer tokens than
+    """Copy the tokens of a page to smaller pages (`units`), in order. If all units together have fewer tokens than
     the page, only the first tokens are copied. A recurrent state is copied as a whole, to one unit."""
     _copy_units(page, shape, units, unit, joined=False)
 
 
 def join_units(units: Sequence[Any], unit: PageFields, page: Any, shape: PageFields) -> None:
-    """Copies the tokens of smaller pages (`units`) to a page, in order. If all units together have fewer tokens than
+    """Copy the tokens of smaller pages (`units`) to a page, in order. If all units together have fewer tokens than
     the page, the rest of the page is set to 0. Padding is also set to 0."""
     _copy_units(page, shape, units, unit, joined=True)
     shape.clear_padding(page)
@@ -159,7 +159,7 @@ class PageShape:
         return self.layers * self.fields * self.tokens * self.heads * self.dims * self.element_bytes
 
     def views(self, page: Any) -> list[Array]:
-        """Returns a view of each field as [layers, tokens, heads, dims], whatever the order in memory."""
+        """Return a view of each field as [layers, tokens, heads, dims], whatever the order in memory."""
         dtype = _DTYPES[self.element_bytes]
         names = ("k", "v") if self.fields == 2 else ("latent",)
         fields = tuple(Field(name, (self.heads, self.dims), dtype, shard_axis=0) for name in names)
@@ -179,7 +179,7 @@ _AXES: dict[Format, tuple[int, ...]] = {
 
 
 def _block_shape(shape: PageShape, kind: Format) -> tuple[int, ...]:
-    """Returns the shape of a block in the format `kind`."""
+    """Return the shape of a block in the format `kind`."""
     layers, tokens, width = shape.layers, shape.tokens, shape.heads * shape.dims
     return {
         "2LTD": (2, layers, tokens, width),
@@ -202,14 +202,14 @@ def _check(shape: PageShape, kind: Format) -> None:
 
 
 def to_format(page: Any, shape: PageShape, kind: Format) -> Array:
-    """Returns a page in the format `kind`, as a new array of unsigned integers of the element size."""
+    """Return a page in the format `kind`, as a new array of unsigned integers of the element size."""
     _check(shape, kind)
     stacked = np.stack(shape.views(page), axis=1)
     return np.ascontiguousarray(stacked.transpose(_AXES[kind])).reshape(_block_shape(shape, kind))
 
 
 def from_format(block: Array, shape: PageShape, kind: Format, page: Any) -> None:
-    """Fills `page` from a block in the format `kind`. Raises ValueError, before any write, if the shapes do not
+    """Fill `page` from a block in the format `kind`. Raises ValueError, before any write, if the shapes do not
     match."""
     _check(shape, kind)
     if block.shape != _block_shape(shape, kind) or block.dtype.itemsize != shape.element_bytes:

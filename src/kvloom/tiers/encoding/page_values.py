@@ -58,11 +58,11 @@ class PageValues:
         return 4 * -(-values // _BLOCK_VALUES) * _BLOCK_VALUES
 
     def text(self) -> str:
-        """Returns the names and shapes of the fields as text, without dtypes."""
+        """Return the names and shapes of the fields as text, without dtypes."""
         return ", ".join(f"{field.name}{list(field.shape)}" for field in self._fields)
 
     def read(self, page: Any, into: Any) -> None:
-        """Converts a page to its values and writes them to `into`, which has `bytes` bytes."""
+        """Convert a page to its values and write them to `into`, which has `bytes` bytes."""
         target = np.frombuffer(memoryview(into).cast("B"), np.uint8)
         if not self.page.tokens:
             target[:] = np.frombuffer(memoryview(page).cast("B"), np.uint8)[: self.bytes]
@@ -78,7 +78,7 @@ class PageValues:
         values[at:] = 0
 
     def fill(self, page: Any, values: Any) -> None:
-        """Fills a page from `values`, which were read from a page of any KV dtype. Sets padding to 0."""
+        """Fill a page from `values`, which were read from a page of any KV dtype. Sets padding to 0."""
         self.page.clear_padding(page)
         source = np.frombuffer(memoryview(values).cast("B"), np.uint8)
         if not self.page.tokens:
@@ -113,7 +113,7 @@ def _is_scale(field: Field) -> bool:
 
 
 def _floats(view: Array, dtype: str) -> Floats:
-    """Returns the numbers of a field as a new float32 array, before they are multiplied by scales."""
+    """Return the numbers of a field as a new float32 array, before they are multiplied by scales."""
     stored = np.ascontiguousarray(view)
     if dtype == "int8":
         return stored.view(np.int8).astype(np.float32)
@@ -123,6 +123,6 @@ def _floats(view: Array, dtype: str) -> Floats:
 
 
 def _scales(views: dict[str, Array], field: Field) -> Floats:
-    """Returns the scales of a field, one per token and head, or one per token of a latent."""
+    """Return the scales of a field, one per token and head, or one per token of a latent."""
     scales = np.ascontiguousarray(views[f"{field.name}_scale"]).view(np.float32)
     return scales if scales.ndim == views[field.name].ndim else scales[..., None]

@@ -40,7 +40,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def lossy_form(form: Form, coding: Coding) -> Form:
-    """Returns the form of a re-encoded page. Raises ValueError if the element type cannot be re-encoded."""
+    """Return the form of a re-encoded page. Raises ValueError if the element type cannot be re-encoded."""
     if coding not in CODINGS:
         raise ValueError(f"coding={coding!r} is none of {', '.join(CODINGS)}")
     width = _WIDTH.get(form.dtype)
@@ -59,7 +59,7 @@ def lossy_form(form: Form, coding: Coding) -> Form:
 
 
 def encode(run: memoryview, dtype: str, coding: Coding, into: memoryview) -> None:
-    """Encodes one or several layer runs as 1-byte values and scales. Infinity is encoded as the largest value, and
+    """Encode one or several layer runs as 1-byte values and scales. Infinity is encoded as the largest value, and
     NaN as 0."""
     floats = to_floats(np.frombuffer(run, np.uint8), dtype).reshape(-1, BLOCK_VALUES)
     largest = FP8_MAX if coding == "fp8" else 127.0
@@ -76,7 +76,7 @@ def encode(run: memoryview, dtype: str, coding: Coding, into: memoryview) -> Non
 
 
 def decode(data: memoryview, dtype: str, coding: Coding, into: memoryview) -> None:
-    """Decodes values and scales to the element type of the page."""
+    """Decode values and scales to the element type of the page."""
     values = len(into) // _WIDTH[dtype]
     coded = np.frombuffer(data, np.uint8, values)
     scales = np.frombuffer(data, np.float32, values // BLOCK_VALUES, values)
@@ -102,7 +102,7 @@ def from_floats(floats: Floats, dtype: str) -> npt.NDArray[np.uint8]:
 
 @cache
 def fp8_values() -> Floats:
-    """Returns the values of the 256 codes of fp8 e4m3, which has no infinities."""
+    """Return the values of the 256 codes of fp8 e4m3, which has no infinities."""
     codes = np.arange(256)
     exponent, mantissa = (codes >> 3) & 15, codes & 7
     size = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
@@ -113,7 +113,7 @@ def fp8_values() -> Floats:
 
 @cache
 def _fp8_borders() -> Floats:
-    """Returns the midpoints between adjacent fp8 values, for rounding. Only the 127 values that are not negative are
+    """Return the midpoints between adjacent fp8 values, for rounding. Only the 127 values that are not negative are
     considered."""
     values = fp8_values()[:127].astype(np.float64)
     return ((values[1:] + values[:-1]) / 2).astype(np.float32)

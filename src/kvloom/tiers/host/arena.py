@@ -68,7 +68,7 @@ class Arena:
         return page_bytes <= self.slab_bytes
 
     def allocate(self, page_bytes: int, count: int) -> list[int]:
-        """Returns the offsets of up to `count` free pages. Returns fewer if the arena is full."""
+        """Return the offsets of up to `count` free pages. Return fewer if the arena is full."""
         partial = self._partial.setdefault(page_bytes, {})
         taken: list[int] = []
         while len(taken) < count:
@@ -96,7 +96,7 @@ class Arena:
         return taken
 
     def free(self, page_bytes: int, offset: int) -> None:
-        """Frees a page. When all pages of a slab are free, the slab can be cut into pages of another size."""
+        """Free a page. When all pages of a slab are free, the slab can be cut into pages of another size."""
         slab = offset // self.slab_bytes
         self._used[slab] -= 1
         if self._used[slab]:
@@ -109,7 +109,7 @@ class Arena:
             heapq.heappush(self._free_slabs, slab)
 
     def slab_pages(self, offset: int) -> range:
-        """Returns the offsets of all pages in the slab of an allocated page."""
+        """Return the offsets of all pages in the slab of an allocated page."""
         slab = offset // self.slab_bytes
         base, size = slab * self.slab_bytes, self._size[slab]
         return range(base, base + self.slab_bytes - size + 1, size)
@@ -125,7 +125,7 @@ def copy_pages(
     at: npt.NDArray[np.int64],
     size: int,
 ) -> None:
-    """Copies `size` bytes from each offset in `at` (in `source`) to the matching offset in `to` (in `target`).
+    """Copy `size` bytes from each offset in `at` (in `source`) to the matching offset in `to` (in `target`).
     Ranges that are contiguous on both sides are copied in one call.
 
     A second thread copies a part of a large batch if a core is free, because one core does not saturate memory
@@ -158,7 +158,7 @@ def _copy(
     take: Callable[[], _CopyRange],
     pieces: deque[_CopyRange],
 ) -> None:
-    """Copies ranges until no range is left. `take` removes the next range from `pieces`. Another thread may take
+    """Copy ranges until no range is left. `take` removes the next range from `pieces`. Another thread may take
     ranges from the same list."""
     with contextlib.suppress(IndexError):
         while pieces:
@@ -209,7 +209,7 @@ class _CopyHelper:
 
 
 def _cores() -> int:
-    """Returns the number of cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -73,7 +73,7 @@ class HostIndex:
             account.index = index
 
     def set_account(self, tenant: str, limit: int, guaranteed: int) -> bool:
-        """Sets the share of one tenant, at any time: its limit and its guaranteed part, in bytes. The guaranteed part
+        """Set the share of one tenant, at any time: its limit and its guaranteed part, in bytes. The guaranteed part
         is reduced if all guaranteed parts together would exceed the capacity. If too many tenants have a share,
         returns False. The tenant then still uses the common account of all tenants without a share."""
         account = self._by_tenant.get(tenant)
@@ -103,7 +103,7 @@ class HostIndex:
         return self._account_of(tenant).used
 
     def used_by_tenants(self) -> dict[str, int]:
-        """Returns the bytes of each tenant with a share."""
+        """Return the bytes of each tenant with a share."""
         return {tenant: account.used for tenant, account in self._by_tenant.items()}
 
     def limit_of(self, tenant: str) -> int:
@@ -113,12 +113,12 @@ class HostIndex:
         return self._by_tenant.get(tenant, self._default)
 
     def find(self, keys: list[bytes]) -> Index:
-        """Returns the slots of keys, with -1 for a miss."""
+        """Return the slots of keys, with -1 for a miss."""
         get = self.entries.get
         return np.array([get(key, -1) for key in keys], np.int64)
 
     def reserve(self, keys: list[bytes], size: int, tenant: str, limit: int | None = None) -> Index:
-        """Allocates up to `limit` pages of `size` bytes for new keys, and evicts pages if needed. Returns, for each
+        """Allocate up to `limit` pages of `size` bytes for new keys, and evict pages if needed. Return, for each
         key, the slot to fill.
 
         The slot is -1 if the key is already stored, if the key occurs earlier in the batch, or if no page is left.
@@ -132,7 +132,7 @@ class HostIndex:
         return self._insert(keys, once, given, account)
 
     def touch(self, slots: Index) -> None:
-        """Marks slots as most recently used."""
+        """Mark slots as most recently used."""
         if len(set(found := slots.tolist())) < len(found):
             slots = np.array(list(dict.fromkeys(found)), np.int64)
         if len(self.accounts) == 1:
@@ -145,7 +145,7 @@ class HostIndex:
             self.accounts[index].order.touch(slots[owners == index], self.clock)
 
     def demote(self, slots: Index, since: int) -> None:
-        """Lets the pages of slots be evicted before all others. Skips pages that were used after the tick `since`, and
+        """Let the pages of slots be evicted before all others. Skips pages that were used after the tick `since`, and
         demoted pages."""
         found = np.unique(slots)
         ticks = self.slots.tick[found]
@@ -158,8 +158,8 @@ class HostIndex:
     def _insert(
         self, keys: list[bytes], fresh: dict[bytes, None], given: list[int], account: _Account
     ) -> Index:
-        """Assigns the slots `given` to the first keys of `fresh`. `fresh` are the keys of the batch that are not
-        stored yet. Returns one slot per key of `keys`, like `reserve`."""
+        """Assign the slots `given` to the first keys of `fresh`. `fresh` are the keys of the batch that are not
+        stored yet. Return one slot per key of `keys`, like `reserve`."""
         entered = fresh if len(given) == len(fresh) else list(islice(fresh, len(given)))
         self.entries.update(zip(entered, given, strict=True))
         slots = np.array(given, np.int64)
@@ -173,7 +173,7 @@ class HostIndex:
         return np.array([left.pop(key, -1) for key in keys], np.int64)
 
     def _allocate(self, size: int, account: _Account, count: int) -> list[int]:
-        """Returns up to `count` slots for pages of `account`. Uses free pages first, then evicts pages."""
+        """Return up to `count` slots for pages of `account`. Uses free pages first, then evicts pages."""
         slots: list[int] = []
         while (lacking := count - len(slots)) > 0:
             within = max(0, account.limit - account.used) // size
@@ -186,7 +186,7 @@ class HostIndex:
         return slots
 
     def _reuse_victims(self, size: int, account: _Account, limit: int) -> list[int]:
-        """Evicts up to `limit` pages of `size` bytes, least recently used first, and returns their slots for reuse.
+        """Evict up to `limit` pages of `size` bytes, least recently used first, and return their slots for reuse.
         This is the common case of eviction. Pages in use are not evicted, but marked as recently used."""
         source = self._victim(account, size)
         if source is None:
@@ -233,7 +233,7 @@ class HostIndex:
         return taken
 
     def _evict_for(self, size: int, account: _Account) -> list[int]:
-        """Evicts pages until one page of `size` bytes can be allocated. Returns a list with the slot of this page, or
+        """Evict pages until one page of `size` bytes can be allocated. Return a list with the slot of this page, or
         [] if no page can be allocated. Used if no page is free and the next page to evict is in use or has another
         size.
 
@@ -267,7 +267,7 @@ class HostIndex:
         )
 
     def _has_evictable(self, account: _Account, tries: int) -> bool:
-        """Returns whether an account has a page that is not in use. Examines `tries` pages at a time, the oldest
+        """Return whether an account has a page that is not in use. Examines `tries` pages at a time, the oldest
         first. If all of them are in use, marks them as recently used and examines the next pages."""
         for _ in range(0, len(self.entries), max(1, tries)):
             oldest = account.order.oldest(tries)
@@ -279,13 +279,13 @@ class HostIndex:
         return False
 
     def _pages_in_slab(self, offset: int) -> dict[int, bytes]:
-        """Returns the keys of the allocated pages in the slab of `offset`, by their offsets."""
+        """Return the keys of the allocated pages in the slab of `offset`, by their offsets."""
         at, keys = self.slots.slot_at, self.slots.keys
         return {page: keys[at[page]] for page in self._arena.slab_pages(offset) if page in at}
 
     def _victim(self, account: _Account, size: int) -> _Account | None:
-        """Returns the account whose least recently used page is evicted next, so that `account` gets `size` bytes.
-        Returns None if no account has a page to evict. O(accounts).
+        """Return the account whose least recently used page is evicted next, so that `account` gets `size` bytes.
+        Return None if no account has a page to evict. O(accounts).
 
         If `account` is at its limit, one of its own pages is evicted. Otherwise the page is the least recently used
         page of all accounts of `_evictable_accounts`.
@@ -302,18 +302,18 @@ class HostIndex:
         return best[1] if best else None
 
     def _evictable_accounts(self, account: _Account) -> list[_Account]:
-        """Returns the accounts whose pages may be evicted for `account`, which is below its limit. These are `account`
-        itself and all accounts that use more than their guaranteed part. While `account` uses less than its
-        guaranteed part, its own pages are evicted only if no other account uses more than its guaranteed part."""
+        """Return the accounts whose pages may be evicted for `account`, which is below its limit. These are `account`
+        itself and all accounts that use more than their guaranteed part. If `account` uses less than its guaranteed
+        part, pages of accounts above their guaranteed part are evicted before its own pages."""
         others = [one for one in self.accounts if one is not account and one.is_above_guarantee]
         return others if others and account.used < account.guaranteed else [account, *others]
 
     def _evicts_only_own(self, account: _Account, size: int) -> bool:
-        """Returns whether `account` must evict one of its own pages for a new page of `size` bytes."""
+        """Return whether `account` must evict one of its own pages for a new page of `size` bytes."""
         return len(self.accounts) == 1 or account.used + size > account.limit
 
     def _is_evictable(self, offset: int, key: bytes, account: _Account) -> bool:
-        """Returns whether the page at `offset` may be evicted for `account`. The page may be evicted if two conditions
+        """Return whether the page at `offset` may be evicted for `account`. The page may be evicted if two conditions
         are met. First, the page is still stored under `key`, and no lease refers to it. Second, one of these is true:
 
         - The page belongs to `account`.
@@ -333,7 +333,7 @@ class HostIndex:
         )
 
     def remove(self, key: bytes, slot: int) -> None:
-        """Removes a key from the index. The page of its slot is freed at once, or when the last lease of the page is
+        """Remove a key from the index. The page of its slot is freed at once, or when the last lease of the page is
         released."""
         del self.entries[key]
         if self.changes is not None:
@@ -345,7 +345,7 @@ class HostIndex:
             self.free(slot)
 
     def free(self, slot: int) -> None:
-        """Frees the page of a slot whose key was removed and whose last lease was released."""
+        """Free the page of a slot whose key was removed and whose last lease was released."""
         offset, size = int(self.slots.offset[slot]), int(self.slots.size[slot])
         self.accounts[self.slots.account[slot]].used -= size
         self._arena.free(size, offset)

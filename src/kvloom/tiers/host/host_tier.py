@@ -99,20 +99,20 @@ class HostTier(Tier):
             self.index.set_shares(shares)
 
     def set_account(self, tenant: str, limit: int, guaranteed: int) -> bool:
-        """Sets the share of one tenant, at any time: its limit and its guaranteed part, in bytes. Pages that the
+        """Set the share of one tenant, at any time: its limit and its guaranteed part, in bytes. Pages that the
         tenant stored before the first call stay in the common account of all tenants without a share. If too many
         tenants have a share, returns False, and the tenant still uses the common account."""
         with self._lock:
             return self.index.set_account(tenant, limit, guaranteed)
 
     def end_guarantee(self, tenant: str) -> None:
-        """Ends the guaranteed part that `set_account` set. The tenant's pages remain, but can be evicted for other
+        """End the guaranteed part that `set_account` set. The tenant's pages remain, but can be evicted for other
         tenants."""
         with self._lock:
             self.index.end_guarantee(tenant)
 
     def watch(self) -> PageChanges:
-        """Records changes (see `SupportsChanges`). Call this method before the first page is stored."""
+        """Record changes (see `SupportsChanges`). Call this method before the first page is stored."""
         with self._lock:
             self.index.changes = PageChanges()
             return self.index.changes
@@ -122,7 +122,7 @@ class HostTier(Tier):
             return self.index.used_by(tenant)
 
     def limit_of(self, tenant: str) -> int:
-        """Returns the largest number of bytes that a tenant may use."""
+        """Return the largest number of bytes that a tenant may use."""
         return self.index.limit_of(tenant)
 
     def __contains__(self, key: bytes) -> bool:
@@ -140,7 +140,7 @@ class HostTier(Tier):
             return stored
 
     def acquire(self, objects: Objects, is_use: bool = True) -> Lease:
-        """Leases the pages of stored objects for reading. Release the lease when the last copy is done. With `is_use`,
+        """Lease the pages of stored objects for reading. Release the lease when the last copy is done. With `is_use`,
         the pages become the most recently used.
 
         The result for an object is MISSING if it is not stored, and LAYOUT if its page has another size.
@@ -163,14 +163,14 @@ class HostTier(Tier):
         return Lease(self, objects, slots, offsets, results, tick)
 
     def demote(self, lease: Lease) -> None:
-        """Lets the leased pages be evicted before all others, because they are also in the pool. Call this method
+        """Let the leased pages be evicted before all others, because they are also in the pool. Call this method
         before the release. Skips pages that were used again after the lease began.
         """
         with self._lock:
             self.index.demote(lease.slots[lease.slots >= 0], lease.tick)
 
     def reserve(self, objects: Objects, writer: int = 0) -> Lease:
-        """Leases pages for new objects, and evicts pages if needed. The caller fills the pages whose result is
+        """Lease pages for new objects, and evict pages if needed. The caller fills the pages whose result is
         PENDING, then releases the lease.
 
         The result OK means that the object is already stored or loading. FULL means that no page is free and none can
@@ -246,7 +246,7 @@ class HostTier(Tier):
         return transfer
 
     def drop(self, objects: Objects, writer: int | None = None) -> int:
-        """Removes objects. If `writer` is given, removes only objects that this peer wrote. Returns the number of
+        """Remove objects. If `writer` is given, removes only objects that this peer wrote. Return the number of
         removed objects."""
         with self._lock:
             dropped, table = 0, self._slots
@@ -258,7 +258,7 @@ class HostTier(Tier):
             return dropped
 
     def drop_damaged(self, keys: Iterable[bytes], max_bytes: int) -> int:
-        """Removes objects whose bytes do not match their checksums. Returns the number of removed objects.
+        """Remove objects whose bytes do not match their checksums. Return the number of removed objects.
 
         Reads at most `max_bytes`, but at least one page. Pages without checksums are not removed.
         """
@@ -295,7 +295,7 @@ class HostTier(Tier):
             )
 
     def close(self) -> None:
-        """Removes all pages. Leased pages stay readable until they are released. The memory is freed when its last
+        """Remove all pages. Leased pages stay readable until they are released. The memory is freed when its last
         view is deleted."""
         with self._lock:
             self._closed = True
@@ -304,11 +304,11 @@ class HostTier(Tier):
                     self.index.remove(key, slot)
 
     def ready_checksums(self, slots: Index) -> list[bytes]:
-        """Returns the checksums of those pages in `slots` that are complete, in order. Computes missing checksums."""
+        """Return the checksums of those pages in `slots` that are complete, in order. Computes missing checksums."""
         return [self._page_checksums(slot) for slot in slots[self._slots.ready[slots]].tolist()]
 
     def set_checksums(self, slots: Index, data: bytes, size: int) -> None:
-        """Sets the checksums of those pages in `slots` that are not complete yet. `data` contains `size` bytes for
+        """Set the checksums of those pages in `slots` that are not complete yet. `data` contains `size` bytes for
         each of them, in order. Raises ValueError if `data` has another length."""
         fresh = slots[~self._slots.ready[slots]].tolist()
         if len(data) != len(fresh) * size:
@@ -317,7 +317,7 @@ class HostTier(Tier):
             self._slots.checksums[slot] = data[number * size : (number + 1) * size]
 
     def release_slots(self, objects: Objects, slots: Index, written: bool | npt.NDArray[np.bool_]) -> None:
-        """Ends the lease of slots. `written` states whether new pages are complete, as one value or as one value per
+        """End the lease of slots. `written` states whether new pages are complete, as one value or as one value per
         slot. Incomplete new pages are dropped."""
         if not len(slots):  # the lease was released before
             return
@@ -347,7 +347,7 @@ class HostTier(Tier):
                 self.index.free(slot)
 
     def _record_stored(self, objects: Objects, at: Index) -> None:
-        """Records new pages for block events, if the tier is watched. `at` are the indexes of the stored objects in
+        """Record new pages for block events, if the tier is watched. `at` are the indexes of the stored objects in
         `objects`. The caller holds the lock."""
         if self.index.changes is not None and len(at):
             places = at.tolist()
@@ -356,7 +356,7 @@ class HostTier(Tier):
             )
 
     def _expire(self, keys: list[bytes]) -> None:
-        """Removes the expired objects among `keys`. The caller holds the lock."""
+        """Remove the expired objects among `keys`. The caller holds the lock."""
         if not self._config.ttl:
             return
         cutoff, slots = expiry_cutoff(self._config.ttl), self.index.find(keys)
@@ -366,7 +366,7 @@ class HostTier(Tier):
             self.index.evicted += 1
 
     def _finish_reserved(self, objects: Objects, at: Index, leased: Index) -> bool:
-        """Marks all pages of a `reserve` lease as ready and ends the lease, in a few array operations. `at` are the
+        """Mark all pages of a `reserve` lease as ready and end the lease, in a few array operations. `at` are the
         indexes of the objects, and `leased` their slots.
 
         If the tier is closed or a page is already ready, returns False and changes nothing. The caller then releases
@@ -382,7 +382,7 @@ class HostTier(Tier):
             return True
 
     def _page_checksums(self, slot: int) -> bytes:
-        """Returns the checksums of a leased page, and computes them if needed. The page must be ready, or the caller
+        """Return the checksums of a leased page, and computes them if needed. The page must be ready, or the caller
         must be its writer. Two threads may compute the same checksums at the same time, without harm."""
         table = self._slots
         checks = table.checksums.get(slot)
@@ -393,7 +393,7 @@ class HostTier(Tier):
         return checks
 
     def _verify(self, lease: Lease, objects: Objects, into: Ranges, start: int, stop: int) -> None:
-        """Compares the bytes read with the stored checksums. A page that differs is CORRUPT and is removed."""
+        """Compare the bytes read with the stored checksums. A page that differs is CORRUPT and is removed."""
         assert self._codec is not None
         form, pages = objects.form, into.view
         for index, (at, slot) in enumerate(zip(into.starts.tolist(), lease.slots.tolist(), strict=True)):

@@ -39,7 +39,7 @@ class HostURL:
 
     @classmethod
     def parse(cls, url: str) -> HostURL:
-        """Parses a URL from which the option `write` was removed. Raises ValueError for an invalid URL."""
+        """Parse a URL from which the option `write` was removed. Raises ValueError for an invalid URL."""
         plain, _, query = url.partition("?")
         options = Options(url, query)
         checked, address = options.text("checked", "0"), options.optional_text("share")
@@ -72,7 +72,7 @@ class HostURL:
 
 
 def parse_url(url: str) -> Callable[[], HostTier]:
-    """Parses a URL. Returns the function that opens the tier. This function raises ValueError if the URL has the
+    """Parse a URL. Return the function that opens the tier. This function raises ValueError if the URL has the
     option `share`, because only an engine can share its host tier.
     """
     parsed = HostURL.parse(url)

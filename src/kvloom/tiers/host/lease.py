@@ -22,11 +22,11 @@ class LeaseOwner(Protocol):
     ) -> None: ...
 
     def ready_checksums(self, slots: Index) -> list[bytes]:
-        """Returns the checksums of the leased slots whose pages are ready, in order."""
+        """Return the checksums of the leased slots whose pages are ready, in order."""
         ...
 
     def set_checksums(self, slots: Index, data: bytes, size: int) -> None:
-        """Stores the checksums of the leased pages, which are being filled. `data` has `size` bytes for each page.
+        """Store the checksums of the leased pages, which are being filled. `data` has `size` bytes for each page.
         Raises ValueError if `data` has a wrong length."""
         ...
 
@@ -53,7 +53,7 @@ class Lease:
         self.offsets, self.results = offsets, results
 
     def release(self, written: bool | npt.NDArray[np.bool_] = True) -> None:
-        """Ends the lease. A second call has no effect. After `reserve`, `written` states whether the bytes are
+        """End the lease. A second call has no effect. After `reserve`, `written` states whether the bytes are
         complete, as one value for all pages or one per page. Incomplete pages are freed."""
         slots, self.slots = self.slots, self.slots[:0]
         self._owner.release_slots(self._objects, slots, written)
@@ -64,11 +64,11 @@ class Lease:
         return int((self.slots >= 0).sum()) * 8 * self._objects.form.runs
 
     def page_checksums(self) -> list[bytes]:
-        """Returns the checksums of the leased pages that are ready, in order. Computes missing checksums."""
+        """Return the checksums of the leased pages that are ready, in order. Computes missing checksums."""
         return self._owner.ready_checksums(self.slots[self.slots >= 0])
 
     def set_checksums(self, data: bytes) -> None:
-        """Stores the checksums that the writer computed for the pages of a `reserve` lease, page after page. Raises
+        """Store the checksums that the writer computed for the pages of a `reserve` lease, page after page. Raises
         ValueError if the number of checksums is wrong.
         """
         size = 8 * self._objects.form.runs

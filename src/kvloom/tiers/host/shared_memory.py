@@ -56,8 +56,8 @@ _lock = threading.Lock()
 
 
 def map_shared_memory(path: str, token: str, size: int) -> npt.NDArray[np.uint8] | None:
-    """Returns the shared memory of another process as an array. `token` identifies the memory, which is mapped only
-    once per process. Returns None if the memory cannot be mapped, for example because it belongs to another host, user
+    """Return the shared memory of another process as an array. `token` identifies the memory, which is mapped only
+    once per process. Return None if the memory cannot be mapped, for example because it belongs to another host, user
     or container."""
     with _lock:
         found = _mapped.get(token)

@@ -57,7 +57,7 @@ class Slots:
         self._free = list(range(_INITIAL_SLOTS - 1, -1, -1))
 
     def allocate(self, offsets: list[int], size: int) -> list[int]:
-        """Allocates and returns one slot for each arena offset. The pages at these offsets have `size` bytes."""
+        """Allocate and return one slot for each arena offset. The pages at these offsets have `size` bytes."""
         count = len(offsets)
         if not count:
             return []
@@ -70,7 +70,7 @@ class Slots:
         return slots
 
     def assign(self, slots: Index, keys: Iterable[bytes], account: int) -> None:
-        """Assigns each slot to a new object, with one reference for the lease that fills it."""
+        """Assign each slot to a new object, with one reference for the lease that fills it."""
         keys_by_slot = self.keys
         for slot, key in zip(slots.tolist(), keys, strict=True):
             keys_by_slot[slot] = key
@@ -122,7 +122,7 @@ class LruOrder:
         self._queued, self._limit = 0, _STALE_LIMIT
 
     def touch(self, slots: Index, tick: int) -> None:
-        """Marks slots as used now. Each slot may occur only once. Every call needs a new tick."""
+        """Mark slots as used now. Each slot may occur only once. Every call needs a new tick."""
         if not slots.size:
             return
         self._slots.tick[slots] = tick
@@ -135,7 +135,7 @@ class LruOrder:
             self._limit = 2 * self._queued + _STALE_LIMIT
 
     def demote(self, slots: Index, tick: int) -> None:
-        """Moves slots before all others. Each slot may occur only once. Every call needs a smaller tick."""
+        """Move slots before all others. Each slot may occur only once. Every call needs a smaller tick."""
         self._slots.tick[slots] = tick
         for at in reversed(range(0, len(slots), _PART_SLOTS)):
             self._batches.appendleft((tick, slots[at : at + _PART_SLOTS]))
@@ -146,7 +146,7 @@ class LruOrder:
             yield tick, slots[self._slots.tick[slots] == tick]
 
     def least_recent(self) -> int | None:
-        """Returns the least recently used slot, or None if there is none."""
+        """Return the least recently used slot, or None if there is none."""
         while self._batches:
             tick, slots = self._batches[0]
             if slots.size and self._slots.tick[slots[0]] == tick:
@@ -159,7 +159,7 @@ class LruOrder:
         return None
 
     def oldest(self, limit: int) -> Index:
-        """Returns up to `limit` slots, least recently used first."""
+        """Return up to `limit` slots, least recently used first."""
         found, count = list[Index](), 0
         self.least_recent()  # removes outdated entries at the front
         for _, live in self._live():

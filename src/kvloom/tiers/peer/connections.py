@@ -43,7 +43,7 @@ class PeerClients:
         self._ended = False
 
     def add(self, client: PeerClient) -> list[PeerClient]:
-        """Adds a connection before its handshake. Returns the connections to close."""
+        """Add a connection before its handshake. Return the connections to close."""
         with self._lock:
             if self._ended:
                 return [client]
@@ -55,7 +55,7 @@ class PeerClients:
             return [oldest]
 
     def admit(self, client: PeerClient) -> tuple[bool, list[PeerClient]]:
-        """Decides whether to admit an authenticated connection. Returns the decision, and the idle connections that
+        """Decide whether to admit an authenticated connection. Return the decision, and the idle connections that
         the caller must close to admit this connection."""
         with self._lock:
             if client not in self._pending:
@@ -82,20 +82,20 @@ class PeerClients:
             self._admitted.pop(client, None)
 
     def overdue(self) -> list[PeerClient]:
-        """Returns the connections whose deadline has passed."""
+        """Return the connections whose deadline has passed."""
         now = time.monotonic()
         with self._lock:
             return [client for client in (*self._pending, *self._admitted) if client.deadline < now]
 
     def end(self) -> list[PeerClient]:
-        """Ends admission and returns all connections, so that the caller can close them."""
+        """End admission and return all connections, so that the caller can close them."""
         with self._lock:
             self._ended = True
             return [*self._pending, *self._admitted]
 
 
 def _oldest(pending: Iterable[PeerClient]) -> PeerClient:
-    """Returns the oldest pending connection of the origin with the most pending connections."""
+    """Return the oldest pending connection of the origin with the most pending connections."""
     pending = list(pending)
     counts = Counter(client.origin for client in pending)
     largest = max(counts.values())
@@ -110,7 +110,7 @@ class LeaseBudget:
         self._lock = threading.Lock()
 
     def take(self, size: int, count: int) -> int:
-        """Takes up to `count` pages of `size` bytes from the budget. Returns the number of pages taken."""
+        """Take up to `count` pages of `size` bytes from the budget. Return the number of pages taken."""
         with self._lock:
             taken = min(count, self._free // size)
             self._free -= taken * size

@@ -47,13 +47,13 @@ class NixlArena:
         self._thread.start()
 
     def change_leases(self, change: int) -> None:
-        """Adds `change` (1 or -1) to the number of current leases."""
+        """Add `change` (1 or -1) to the number of current leases."""
         with self._changed:
             self._leases += change
             self._changed.notify()
 
     def close(self) -> None:
-        """Ends NIXL access. Transfers in flight fail."""
+        """End NIXL access. Transfers in flight fail."""
         with self._changed:
             self._ended = True
             self._changed.notify()
@@ -81,7 +81,7 @@ class NixlClient:
         self._registered: Any = None
 
     def prepare_buffer(self, page_bytes: int) -> int:
-        """Registers a buffer for pages of this size. Returns the number of pages that fit, at least one."""
+        """Register a buffer for pages of this size. Return the number of pages that fit, at least one."""
         if len(self._buffer) < max(page_bytes, _BUFFER_BYTES):
             self._deregister()
             self._buffer = aligned_bytes(max(page_bytes, _BUFFER_BYTES))
@@ -90,11 +90,11 @@ class NixlClient:
         return len(self._buffer) // page_bytes
 
     def buffer_page(self, number: int, page_bytes: int) -> memoryview:
-        """Returns page number `number` of the buffer."""
+        """Return page number `number` of the buffer."""
         return self._buffer[number * page_bytes : (number + 1) * page_bytes]
 
     def transfer(self, verb: str, offsets: Sequence[int], page_bytes: int, start: int, stop: int) -> None:
-        """Transfers bytes [start, stop) of arena pages. `offsets` are the positions of the pages in the arena. READ
+        """Transfer bytes [start, stop) of arena pages. `offsets` are the positions of the pages in the arena. READ
         copies from the arena to the buffer, and WRITE from the buffer to the arena."""
         base, size = address_of(np.frombuffer(self._buffer, np.uint8)), stop - start
         ours = [(base + number * page_bytes + start, size, 0) for number in range(len(offsets))]

@@ -49,8 +49,8 @@ class PeerConnection(Connection):
     """A client connection to a PeerServer.
 
     - `by`: with "auto", the client uses shared memory if it can map the server's memory, else the socket.
-    - `secret`: empty means the user's default secret. If `by` is auto or shared, an empty secret also means that the
-      client first tries the Unix socket of this user's server on loopback, which needs no secret.
+    - `secret`: empty means the user's default secret. If `by` is auto or shared and the secret is empty, the client
+      first tries the Unix socket of this user's server on loopback. The socket needs no secret.
     - `token`: connections with the same token count as one writer, and may drop each other's pages.
     - `accounts`: the shares of tenants, which the server applies to the pages that this client writes.
     """
@@ -111,7 +111,7 @@ class PeerConnection(Connection):
         return self._usage([tenant_owner(tenant) if has_share else SHARED_OWNER])[1][0]
 
     def _usage(self, owners: Sequence[bytes]) -> tuple[tuple[int, int, int], tuple[int, ...]]:
-        """Returns (objects, bytes, evicted objects) of the peer, and the bytes of each of `owners`."""
+        """Return (objects, bytes, evicted objects) of the peer, and the bytes of each of `owners`."""
         owners = owners[:MAX_TENANTS]
         answer = self._ask(Message(Verb.USAGE, len(owners), payload=b"".join(owners)))
         objects, size, evicted, *used = struct.unpack(f"<{3 + len(owners)}Q", answer.payload)
@@ -145,7 +145,7 @@ class PeerConnection(Connection):
         return self._write_shared(job, self.arena) if self.arena is not None else self._write(job)
 
     def _lease(self, verb: Verb, job: Job) -> tuple[Message, list[int], list[int], _ChecksumReader]:
-        """Sends ACQUIRE or RESERVE. Returns four values: the reply, one result per object, one arena offset per
+        """Send ACQUIRE or RESERVE. Return four values: the reply, one result per object, one arena offset per
         object, and a reader of the checksums."""
         form, count = job.objects.form, len(job.which)
         message = _keys_message(verb, job.keys(), form.page_bytes, form.run_bytes)
@@ -155,7 +155,7 @@ class PeerConnection(Connection):
         return answer, results, offsets, _ChecksumReader(answer.payload, 9 * count, form.runs)
 
     def _with_share(self, message: Message, job: Job) -> Message:
-        """Returns the message with the share of the job's tenant, or unchanged if the tenant has no share."""
+        """Return the message with the share of the job's tenant, or unchanged if the tenant has no share."""
         tenant = job.objects.tenant
         account = self._accounts.get(tenant)
         if account is not None:
@@ -279,7 +279,7 @@ class PeerConnection(Connection):
 def _connect(
     address: Address, secret: bytes, timeout: float, by: TransferMethod
 ) -> tuple[socket.socket, bool]:
-    """Connects to a server. Returns the socket, and whether a secret is needed. A Unix socket needs no secret, because
+    """Connect to a server. Return the socket, and whether a secret is needed. A Unix socket needs no secret, because
     the kernel identifies the user. Without `secret`, the transfer methods (`by`) "auto" and "shared" first try the Unix
     socket of a server on loopback.
     """
@@ -307,7 +307,7 @@ class _ChecksumReader:
         self._payload, self._at, self._size = payload, at, 8 * runs
 
     def next(self, part: tuple[int, int] | None = None, run_bytes: int = 1) -> bytes:
-        """Returns the checksums of the next page, or only of its byte range `part`. Raises StoreError if the payload is
+        """Return the checksums of the next page, or only of its byte range `part`. Raises StoreError if the payload is
         too short."""
         found = self._payload[self._at : self._at + self._size]
         if len(found) < self._size:
@@ -341,7 +341,7 @@ class _Write(Job):
 def open_peer(
     address: Address, secret: bytes = b"", by: TransferMethod = "auto", config: RemoteConfig | None = None
 ) -> RemoteTier:
-    """Opens the host tier of another process as a tier. The tier has the capacity of the peer. An empty `secret`
+    """Open the host tier of another process as a tier. The tier has the capacity of the peer. An empty `secret`
     selects the user's default secret. `by` selects how pages are transferred. From `config`, only timeout, threads,
     `batch_bytes` and `pending_bytes` are used. Raises TierError if the peer cannot be reached, and ValueError if
     `config` has compression or keys."""
@@ -371,7 +371,7 @@ def open_peer(
 
 
 def parse_url(url: str) -> Callable[[], RemoteTier]:
-    """Parses `peer://host:port?secret=FILE&by=auto&readers=2&writers=2&timeout=2`. Returns the function that opens
+    """Parse `peer://host:port?secret=FILE&by=auto&readers=2&writers=2&timeout=2`. Return the function that opens
     the tier.
 
     `by` is auto, shared, nixl or connection. `peer:///path/of/socket?uid=1001` is a Unix socket. Its server must

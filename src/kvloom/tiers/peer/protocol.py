@@ -123,11 +123,11 @@ class Channel:
         self._sent = self._received = 0
 
     def set_keys(self, send_key: bytes, receive_key: bytes) -> None:
-        """Sets the keys of both directions. From now on every message has a tag."""
+        """Set the keys of both directions. From now on every message has a tag."""
         self._send_key, self._receive_key = send_key, receive_key
 
     def start_tls(self, context: ssl.SSLContext, server_side: bool) -> bytes:
-        """Encrypts the rest of the connection. Returns the SHA-256 digest of the server's certificate on the client's
+        """Encrypt the rest of the connection. Return the SHA-256 digest of the server's certificate on the client's
         side, and b"" on the server's side. Raises OSError if the TLS handshake fails."""
         secured = self._stream.start_tls(context, server_side)
         return b"" if server_side else sha256(secured.getpeercert(binary_form=True) or b"").digest()
@@ -139,7 +139,7 @@ class Channel:
         self._stream.close()
 
     def send(self, message: Message, pieces: Sequence[Any] = ()) -> None:
-        """Sends a message, then `pieces`, which are sent from the caller's memory without a copy."""
+        """Send a message, then `pieces`, which are sent from the caller's memory without a copy."""
         header = _HEADER.pack(
             _MAGIC,
             message.verb,
@@ -160,7 +160,7 @@ class Channel:
         self._stream.send(pieces)
 
     def receive(self, wait: bool = False, max_payload: Callable[[Verb, int], int] | None = None) -> Message:
-        """Returns the next message. If `wait` is set, waits for its first byte without a timeout.
+        """Return the next message. If `wait` is set, waits for its first byte without a timeout.
 
         `max_payload` returns the largest allowed payload for a verb and a count. Raises PeerError if the message is
         invalid.
@@ -196,12 +196,12 @@ class Channel:
         self._stream.receive(into)
 
     def receive_checked(self, into: memoryview, run_bytes: int) -> bytes:
-        """Receives bytes into `into`, whose size is a multiple of `run_bytes`. Returns one checksum for each layer
+        """Receive bytes into `into`, whose size is a multiple of `run_bytes`. Return one checksum for each layer
         run (`run_bytes` bytes)."""
         return self._stream.receive_checked(into, run_bytes)
 
     def send_checked(self, data: memoryview, run_bytes: int) -> bytes:
-        """Sends the layer runs in `data`. Returns their checksums."""
+        """Send the layer runs in `data`. Return their checksums."""
         return self._stream.send_checked(data, run_bytes)
 
 
@@ -223,7 +223,7 @@ class _Session:
     certificate: bytes
 
     def proof(self, role: bytes) -> bytes:
-        """Returns an HMAC of the role, the protocol version, both nonces and the certificate. Only a process with the
+        """Return an HMAC of the role, the protocol version, both nonces and the certificate. Only a process with the
         secret can compute this HMAC."""
         data = b"kvloom peer %d %b:" % (WIRE_VERSION, role)
         return hmac.digest(
@@ -237,7 +237,7 @@ def server_handshake(
     admit: Callable[[], Verdict] = lambda: Verdict.ACCEPTED,
     tls: ServerTLS | None = None,
 ) -> Verdict:
-    """Runs the server's side of the handshake and returns the verdict. If the client has proved that it has the
+    """Run the server's side of the handshake and return the verdict. If the client has proved that it has the
     secret, `admit` decides the verdict. Otherwise the verdict is WRONG_SECRET. With `tls`, the connection is
     encrypted."""
     nonce = os.urandom(32)
@@ -255,7 +255,7 @@ def server_handshake(
 
 
 def client_handshake(channel: Channel, secret: bytes) -> None:
-    """Runs the client's side of the handshake. Raises PeerError with the reason of a refusal."""
+    """Run the client's side of the handshake. Raises PeerError with the reason of a refusal."""
     magic, version, theirs = _HELLO.unpack(bytes(channel.receive_bytes(_HELLO.size)))
     if magic != _HELLO_MAGIC:
         raise PeerError("the server is not a kvloom peer")

@@ -27,7 +27,7 @@ _NAME = "peer-secret"
 
 
 def private_directories() -> list[Path]:
-    """Returns this user's directories for kvloom: the state directory, then the runtime directory if it exists."""
+    """Return this user's directories for kvloom: the state directory, then the runtime directory if it exists."""
     state = os.environ.get("XDG_STATE_HOME", "")
     found = []
     with contextlib.suppress(RuntimeError):  # the user has no home directory
@@ -39,7 +39,7 @@ def private_directories() -> list[Path]:
 
 
 def open_private_directory(path: Path, create: bool = False) -> int:
-    """Opens a directory that only this user may enter, and returns its descriptor. With `create`, creates the directory
+    """Open a directory that only this user may enter, and return its descriptor. With `create`, creates the directory
     if it is missing. Raises OSError if the directory does not exist or another user owns it.
     """
     if create:
@@ -61,7 +61,7 @@ def open_private_directory(path: Path, create: bool = False) -> int:
 
 
 def read_secret(path: Path | str) -> bytes:
-    """Returns the secret in a file. Raises ValueError if the file cannot be read, is too short or too long, or belongs
+    """Return the secret in a file. Raises ValueError if the file cannot be read, is too short or too long, or belongs
     to another user except root. Also raises ValueError if every user may access the file, or its group may write it."""
     path = Path(path)
     try:
@@ -88,7 +88,7 @@ def read_secret(path: Path | str) -> bytes:
 
 
 def default_secret(create: bool = False) -> bytes:
-    """Returns the default secret of this user. With `create`, creates the secret if it is missing. Raises ValueError
+    """Return the default secret of this user. With `create`, creates the secret if it is missing. Raises ValueError
     with the remedy if there is no secret."""
     folders = private_directories()
     if not folders:
@@ -119,7 +119,7 @@ def _absent(path: Path) -> str:
 
 
 def _create(directory: int) -> None:
-    """Writes a new secret unless one exists. Other processes see the complete file or no file."""
+    """Write a new secret unless one exists. Other processes see the complete file or no file."""
     try:
         os.stat(_NAME, dir_fd=directory)
         return

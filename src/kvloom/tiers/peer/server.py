@@ -126,7 +126,7 @@ def _loopback(host: str) -> bool:
 
 
 def objects_from_keys(keys: list[bytes], page_bytes: int, run_bytes: int, tenant: str = "") -> Objects:
-    """Returns a batch of objects from their keys. A key contains the block hash, the group and the fingerprint
+    """Return a batch of objects from their keys. A key contains the block hash, the group and the fingerprint
     of the form. Raises ValueError if the keys have different groups or forms."""
     tail = keys[0][_HASH_BYTES:] if keys else bytes(KEY_BYTES - _HASH_BYTES)
     if any(key[_HASH_BYTES:] != tail for key in keys):
@@ -199,7 +199,7 @@ class PeerServer:
         return self._config.host, int(self._socket.getsockname()[1])
 
     def close(self) -> None:
-        """Closes every connection. A client that is reading pages gets an error and recomputes them."""
+        """Close every connection. A client that is reading pages gets an error and recomputes them."""
         self._ended.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -241,7 +241,7 @@ class PeerServer:
         client.channel.close()
 
     def _end_overdue(self) -> None:
-        """Closes connections whose handshake or lease has passed its deadline."""
+        """Close connections whose handshake or lease has passed its deadline."""
         period = min(1.0, self._config.handshake_seconds / 4, self._config.lease_seconds / 4)
         while not self._ended.wait(period):
             for client in self._clients.overdue():
@@ -249,7 +249,7 @@ class PeerServer:
                 self._clients.remove(client)
 
     def _admit(self, client: PeerClient, allowed: bool) -> Verdict:
-        """Returns the verdict on an authenticated connection. Its client has proved that it has the secret, or has used
+        """Return the verdict on an authenticated connection. Its client has proved that it has the secret, or has used
         a Unix socket. `allowed` is false if the client's user may not connect."""
         if not allowed:
             return Verdict.WRONG_USER
@@ -314,7 +314,7 @@ class _LeaseLimits:
         self._key = os.urandom(32)
 
     def writer(self, token: bytes) -> int:
-        """Returns the number that identifies a client as a writer, computed from its `token`. Other clients cannot
+        """Return the number that identifies a client as a writer, computed from its `token`. Other clients cannot
         guess the number. The number is never 0, because 0 stands for this process."""
         return int.from_bytes(blake2b(token, digest_size=8, key=self._key).digest(), "little") >> 2 | 1
 
@@ -392,14 +392,14 @@ class _RequestHandler:
         self._verbs[message.verb](message)
 
     def close(self) -> None:
-        """Releases all leases and guaranteed parts of the connection. Reserved pages that were not committed are
+        """Release all leases and guaranteed parts of the connection. Reserved pages that were not committed are
         freed. Pages that were leased for reading can be evicted again."""
         for number in list(self.leases):
             self._remove_lease(number).release(written=False)
         self._guarantees.remove(self._tenants)
 
     def max_payload(self, verb: Verb, count: int) -> int:
-        """Returns the largest allowed payload of a request, in bytes. A payload contains keys, the checksums of a
+        """Return the largest allowed payload of a request, in bytes. A payload contains keys, the checksums of a
         lease, the token of a client, or ids of tenants."""
         if verb == Verb.COMMIT:
             return max((active.lease.checksum_bytes for active in self.leases.values()), default=0)
@@ -409,8 +409,8 @@ class _RequestHandler:
         return fixed.get(verb, count * KEY_BYTES + share)
 
     def _split_share(self, message: Message) -> str:
-        """Removes the tenant's id from the payload of a RESERVE or WRITE message, and applies the share in the
-        message. Returns the name under which the tier counts the tenant. The name is empty if the message has no
+        """Remove the tenant's id from the payload of a RESERVE or WRITE message, and apply the share in the
+        message. Return the name under which the tier counts the tenant. The name is empty if the message has no
         share, if the server is read-only, or if too many tenants have a share."""
         end = message.count * KEY_BYTES
         if len(message.payload) != end + len(SHARED_OWNER):
@@ -433,13 +433,13 @@ class _RequestHandler:
         return [data[at : at + KEY_BYTES] for at in range(0, message.count * KEY_BYTES, KEY_BYTES)]
 
     def _objects(self, message: Message) -> Objects:
-        """Returns the objects whose keys are in the payload."""
+        """Return the objects whose keys are in the payload."""
         return objects_from_keys(self._keys(message), message.page_bytes, message.run_bytes)
 
     def _make_lease(
         self, message: Message, budget: LeaseBudget, take: Callable[[Objects], Lease]
     ) -> tuple[int, Lease, list[int]]:
-        """Leases as many objects as the limits allow, from the first on. `take` makes the lease. Returns the number of
+        """Lease as many objects as the limits allow, from the first on. `take` makes the lease. Return the number of
         the lease, the lease, and one BUSY result for each remaining object."""
         objects = message.count + sum(len(active.lease.offsets) for active in self.leases.values())
         if objects > _MAX_LEASED:
@@ -478,7 +478,7 @@ class _RequestHandler:
         return number, lease, [Outcome.BUSY] * (len(keys) - count)
 
     def _remove_lease(self, number: int) -> Lease:
-        """Removes a lease from the connection and returns it."""
+        """Remove a lease from the connection and return it."""
         active = self.leases.pop(number, None)
         if active is None:
             raise ValueError(f"lease {number} does not exist")
@@ -513,7 +513,7 @@ class _RequestHandler:
             self._remove_lease(message.a).release(written=False)
 
     def _reserve_pages(self, objects: Objects) -> Lease:
-        """Reserves pages for a client. If the server is read-only, the lease has no pages."""
+        """Reserve pages for a client. If the server is read-only, the lease has no pages."""
         form = objects.form
         if self._read_only:
             none = np.full(len(objects), -1, np.int64)
@@ -567,7 +567,7 @@ class _RequestHandler:
             self._remove_lease(number).release(written=False)
 
     def _write(self, message: Message) -> None:
-        """Replies with one result per page, then receives the pages with the result PENDING. The checksums follow
+        """Reply with one result per page, then receive the pages with the result PENDING. The checksums follow
         after the pages, so the client can compute them during the transfer."""
         size = message.page_bytes
         number, lease, busy = self._make_lease(message, self._limits.writing, self._reserve_pages)
@@ -590,7 +590,7 @@ class _RequestHandler:
         self._channel.send(Message(Verb.WRITE))
 
     def _drop(self, message: Message) -> None:
-        """Drops pages that this client wrote, and damaged pages of any client."""
+        """Drop pages that this client wrote, and damaged pages of any client."""
         dropped, objects = 0, self._objects(message)
         if not self._read_only:
             dropped = self._tier.drop(objects, self._writer)
@@ -617,7 +617,7 @@ def _offsets(lease: Lease, busy: list[int]) -> bytes:
 
 
 def _merge_neighbours(offsets: Sequence[int], size: int) -> list[tuple[int, int]]:
-    """Returns the byte ranges of pages of `size` bytes, in order. Adjacent pages become one range."""
+    """Return the byte ranges of pages of `size` bytes, in order. Adjacent pages become one range."""
     spans: list[tuple[int, int]] = []
     for at in offsets:
         if spans and spans[-1][1] == at:

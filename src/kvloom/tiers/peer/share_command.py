@@ -69,7 +69,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shares memory until interrupted or terminated."""
+    """Share memory until interrupted or terminated."""
     host, colon, port = args.listen.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"--listen {args.listen!r}: write HOST:PORT, like 127.0.0.1:7373")

@@ -28,7 +28,7 @@ class ServerTLS:
 
 
 def make_server_tls() -> ServerTLS:
-    """Makes a key and a certificate, which exist only in this process. Raises ValueError if the package `cryptography`
+    """Make a key and a certificate, which exist only in this process. Raises ValueError if the package `cryptography`
     is not installed."""
     try:
         from cryptography import x509
@@ -70,7 +70,7 @@ def make_server_tls() -> ServerTLS:
 
 
 def client_context() -> ssl.SSLContext:
-    """Returns the TLS settings of a client. They accept every certificate, because the handshake of protocol.py checks
+    """Return the TLS settings of a client. They accept every certificate, because the handshake of protocol.py checks
     it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3

@@ -64,7 +64,7 @@ class UnixListener:
 
 
 def peer_uid(connected: socket.socket) -> int:
-    """Returns the user id at the other end of a Unix socket, as the kernel reports it."""
+    """Return the user id at the other end of a Unix socket, as the kernel reports it."""
     _, uid, _ = _CREDENTIALS.unpack(
         connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )
@@ -72,7 +72,7 @@ def peer_uid(connected: socket.socket) -> int:
 
 
 def listen_loopback(host: str, port: int) -> UnixListener | None:
-    """Listens on a Unix socket for clients of this user, in addition to a loopback TCP port. Returns None if the
+    """Listen on a Unix socket for clients of this user, in addition to a loopback TCP port. Return None if the
     system or the directories do not allow it."""
     if host not in _LOOPBACK_HOSTS or not hasattr(socket, "SO_PEERCRED"):
         return None
@@ -94,7 +94,7 @@ def listen_loopback(host: str, port: int) -> UnixListener | None:
 
 
 def connect_loopback(host: str, port: int, timeout: float) -> socket.socket | None:
-    """Connects to this user's server on a loopback port through the server's Unix socket. Returns None if there is
+    """Connect to this user's server on a loopback port through the server's Unix socket. Return None if there is
     no such socket."""
     if host not in _LOOPBACK_HOSTS or not hasattr(socket, "SO_PEERCRED"):
         return None
@@ -113,7 +113,7 @@ def connect_loopback(host: str, port: int, timeout: float) -> socket.socket | No
 
 
 def listen_unix(path: Path, mode: int) -> UnixListener:
-    """Listens at a path. Raises OSError if another file exists there or another process listens."""
+    """Listen at a path. Raises OSError if another file exists there or another process listens."""
     if not hasattr(socket, "SO_PEERCRED"):
         raise OSError(95, "this system does not identify the user of a Unix socket: omit --socket")
     with contextlib.suppress(FileNotFoundError):
@@ -130,7 +130,7 @@ def listen_unix(path: Path, mode: int) -> UnixListener:
 
 
 def connect_unix(address: UnixAddress, timeout: float) -> socket.socket:
-    """Connects to a path. Raises OSError if no process listens, or if the process belongs to a user that is not
+    """Connect to a path. Raises OSError if no process listens, or if the process belongs to a user that is not
     allowed."""
     return _connect(address.path, timeout, address.uids)
 
@@ -148,7 +148,7 @@ def _listen(path: str, mode: int) -> socket.socket:
 
 
 def _set_mode(path: str, mode: int) -> None:
-    """Sets the mode of a socket. If another user replaced the socket by a file, does not change that file."""
+    """Set the mode of a socket. If another user replaced the socket by a file, does not change that file."""
     fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):
@@ -176,7 +176,7 @@ def _connect(path: str, timeout: float, uids: frozenset[int]) -> socket.socket:
 
 
 def _fd_path(directory: int, name: str) -> str:
-    """Returns a path to the file `name` in an open directory. The path is short enough for a socket address, which
+    """Return a path to the file `name` in an open directory. The path is short enough for a socket address, which
     allows about 100 bytes."""
     return f"/proc/self/fd/{directory}/{name}"
 

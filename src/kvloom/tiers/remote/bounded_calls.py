@@ -26,7 +26,7 @@ class StillRunningError(TimeoutError):
         self._pending, self.uses_caller_memory = pending, uses_caller_memory
 
     def on_finished(self, call: Callable[[], None]) -> None:
-        """Runs `call` once, when the call that did not end in time has ended. If it has ended already, runs `call` at
+        """Run `call` once, when the call that did not end in time has ended. If it has ended already, runs `call` at
         once."""
         with BoundedCalls._lock:
             if not self._pending.finished.is_set():
@@ -53,7 +53,7 @@ class BoundedCalls:
     def call(
         self, function: Callable[[], Any], timeout: float | None = None, uses_caller_memory: bool = False
     ) -> Any:
-        """Runs `function` in the thread, and returns its result or raises its exception. Raises StillRunningError if
+        """Run `function` in the thread, and return its result or raises its exception. Raises StillRunningError if
         the function has not ended after `timeout` seconds.
 
         `uses_caller_memory` states that the function accesses memory of the caller.

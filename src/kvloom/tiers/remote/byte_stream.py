@@ -58,7 +58,7 @@ class ByteStream:
         self.begin()
 
     def start_tls(self, context: ssl.SSLContext, server_side: bool) -> ssl.SSLSocket:
-        """Encrypts the rest of the connection, and returns the encrypted socket. Raises OSError if the TLS handshake
+        """Encrypt the rest of the connection, and return the encrypted socket. Raises OSError if the TLS handshake
         fails."""
         with self._in_use:
             self.socket.settimeout(self._timeout)
@@ -68,11 +68,11 @@ class ByteStream:
         return secured
 
     def begin(self, size: int = 0) -> None:
-        """Starts an exchange of `size` bytes, and sets its deadline."""
+        """Start an exchange of `size` bytes, and set its deadline."""
         self._deadline = time.monotonic() + self._timeout + size / _MIN_BYTES_PER_SECOND
 
     def close(self) -> None:
-        """Interrupts a call in another thread, then closes the socket. Without the interruption, the other thread
+        """Interrupt a call in another thread, then close the socket. Without the interruption, the other thread
         could continue on a new socket that has the same descriptor."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
@@ -80,7 +80,7 @@ class ByteStream:
             self.socket.close()
 
     def wait_readable(self) -> None:
-        """Waits for the next byte, without a timeout."""
+        """Wait for the next byte, without a timeout."""
         if isinstance(self.socket, ssl.SSLSocket):
             with self._in_use:
                 if not self.socket.pending():
@@ -98,7 +98,7 @@ class ByteStream:
                 continue
 
     def send(self, pieces: Sequence[Any]) -> None:
-        """Sends all pieces without copying them."""
+        """Send all pieces without copying them."""
         waiting = [view for piece in pieces if len(view := memoryview(piece))]
         if not self._plain:
             for view in waiting:
@@ -121,17 +121,17 @@ class ByteStream:
                 waiting[first] = waiting[first][sent:]
 
     def receive_some(self, into: memoryview) -> int:
-        """Receives the available bytes, at least one. Returns the number of bytes."""
+        """Receive the available bytes, at least one. Return the number of bytes."""
         return self._receive(into, 0)
 
     def receive(self, into: memoryview) -> None:
-        """Fills `into` completely."""
+        """Fill `into` completely."""
         done, flags = 0, socket.MSG_WAITALL if self._plain else 0
         while done < len(into):
             done += self._receive(into[done:], flags)
 
     def receive_checked(self, into: memoryview, run_bytes: int) -> bytes:
-        """Receives bytes into `into`, whose size is a multiple of `run_bytes`. Returns one checksum for each layer
+        """Receive bytes into `into`, whose size is a multiple of `run_bytes`. Return one checksum for each layer
         run (`run_bytes` bytes). The checksums are computed while the bytes are in the processor's cache."""
         if self._plain:
             self._check()
@@ -149,7 +149,7 @@ class ByteStream:
         return b"".join(parts)
 
     def send_checked(self, data: memoryview, run_bytes: int) -> bytes:
-        """Sends the layer runs in `data`. Returns their checksums."""
+        """Send the layer runs in `data`. Return their checksums."""
         if self._plain:
             self._check()
             try:

@@ -73,7 +73,7 @@ class CapacityTracker:
     def reserve(
         self, sizes: Mapping[bytes, int], tenant: str = ""
     ) -> tuple[dict[bytes, bool], dict[bytes, TrackedValue]]:
-        """Counts values before they are put into the store. `sizes` maps each key to the size of its value. Returns two
+        """Count values before they are put into the store. `sizes` maps each key to the size of its value. Return two
         dictionaries. The first has the accepted keys, and for each key whether its value is guaranteed. The second has
         the values that the caller must evict. Values that do not fit into the tenant's share are not accepted."""
         with self._lock:
@@ -93,7 +93,7 @@ class CapacityTracker:
             return {key: self._values[key].is_guaranteed for key in sizes if key in self._values}, evicted
 
     def restore(self, values: Mapping[bytes, TrackedValue]) -> None:
-        """Counts values again after their eviction failed. The next eviction tries these values first."""
+        """Count values again after their eviction failed. The next eviction tries these values first."""
         with self._lock:
             self._evicted -= len(values)
             for key, value in reversed(list(values.items())):
@@ -102,7 +102,7 @@ class CapacityTracker:
                     value.account.values.move_to_end(key, last=False)
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Marks values as most recently used."""
+        """Mark values as most recently used."""
         with self._lock:
             self._clock += 1
             for key in keys:
@@ -142,7 +142,7 @@ class CapacityTracker:
         return value
 
     def _victim(self, account: _Account) -> _Account | None:
-        """Returns the account whose oldest value must be evicted after a value of `account` was added. Returns None if
+        """Return the account whose oldest value must be evicted after a value of `account` was added. Return None if
         `account` is within its limit and all values fit into the capacity. O(accounts)."""
         if account.used > account.limit:
             return account

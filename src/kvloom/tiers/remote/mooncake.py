@@ -1,4 +1,4 @@
-"""Mooncake Store as a tier: `mooncake://master:50051?capacity=64GiB&segment=16GiB`.
+"""Mooncake Store as a tier: `mooncake://master:50051?capacity=64GiB&segment=16GiB&replicas=2`.
 
 A tier has one client (mooncake_client.py). Pages move directly between registered memory and the store. Page headers,
 and values that are short, compressed or encrypted, pass through a registered buffer per thread. The store does not
@@ -39,8 +39,9 @@ _MIN_PIECE = (
 class MooncakeStore(Store):
     """The connection of one thread to the store, with a timeout for each call and a registered buffer."""
 
-    def __init__(self, client: MooncakeClient, timeout: float, what: str) -> None:
+    def __init__(self, client: MooncakeClient, timeout: float, what: str, replicas: int = 1) -> None:
         self._mooncake, self._client = client, client.get()
+        self._replicas = replicas
         self._bounded = BoundedCalls(timeout, what)
         self._buffer = aligned_bytes(0)
         self._address = 0
@@ -58,7 +59,7 @@ class MooncakeStore(Store):
             self._call(lambda: self._mooncake.register_memory(self._client, memory))
 
     def get(self, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
-        """Reads values into the memory that `destination` returns. Returns the length of each value, or -1 for a miss.
+        """Read values into the memory that `destination` returns. Return the length of each value, or -1 for a miss.
         If a key occurs twice in a batch, the key is requested only once, because the library would fill only one of two
         destinations."""
         lengths = (
@@ -85,7 +86,7 @@ class MooncakeStore(Store):
         return lengths
 
     def _get_direct(self, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
-        """Reads values directly into registered memory, if they have the expected length. Returns the length of
+        """Read values directly into registered memory, if they have the expected length. Return the length of
         each value. -1 means a miss. 0 means that the value must be read through the buffer instead."""
         lengths = [0] * len(ranges)
         pieces = {
@@ -128,7 +129,7 @@ class MooncakeStore(Store):
         return lengths
 
     def _addresses(self, pieces: Sequence[Any]) -> list[tuple[int, int]]:
-        """Returns the address and length of each piece. The address is 0 if the memory is not registered."""
+        """Return the address and length of each piece. The address is 0 if the memory is not registered."""
         views = [memoryview(piece) for piece in pieces]
         return [
             (self._mooncake.registered_address(view) if len(view) >= _MIN_PIECE else 0, len(view))
@@ -136,15 +137,20 @@ class MooncakeStore(Store):
         ]
 
     def put(self, items: Sequence[tuple[bytes, Sequence[Any]]], tenant: str = "") -> list[Outcome]:
-        return self._put(items)
+        return self._put(items, *([] if self._replicas == 1 else [self._replicate_config()]))
 
     def put_guaranteed(self, items: Sequence[tuple[bytes, Sequence[Any]]], tenant: str = "") -> list[Outcome]:
-        """Stores values with a soft pin. Mooncake's master evicts them after all values without a soft pin. A soft pin
+        """Store values with a soft pin. Mooncake's master evicts them after all values without a soft pin. A soft pin
         ends after a time that the master sets, half an hour by default. A read does not extend this time."""
-        library = load_library()
-        pinned = library.ReplicateConfig()
-        pinned.soft_pin_action = library.SoftPinAction.ENABLE
+        pinned = self._replicate_config()
+        pinned.soft_pin_action = load_library().SoftPinAction.ENABLE
         return self._put(items, pinned)
+
+    def _replicate_config(self) -> Any:
+        """Return the library's settings for a write with `replicas` copies."""
+        config = load_library().ReplicateConfig()
+        config.replica_num = self._replicas
+        return config
 
     def _put(self, items: Sequence[tuple[bytes, Sequence[Any]]], *config: Any) -> list[Outcome]:
         values = dict(items)
@@ -213,7 +219,7 @@ class MooncakeStore(Store):
             raise StoreError(f"the store returned {len(answers)} results for {count} keys")
 
     def _reserve_buffer(self, size: int) -> None:
-        """Ensures that the connection has a registered buffer of at least `size` bytes. After a hung call, the
+        """Ensure that the connection has a registered buffer of at least `size` bytes. After a hung call, the
         connection is closed, so no other call uses its buffer."""
         if size <= len(self._buffer) and self._address:
             return
@@ -227,8 +233,8 @@ class MooncakeStore(Store):
         self._buffer, self._address = buffer, address
 
     def _fetch(self, ranges: Sequence[ValueRange], begins: list[int], sizes: list[int]) -> list[int]:
-        """Reads each range to its position in the buffer. `begins` are these positions, and `sizes` the numbers of
-        bytes available there. Returns the lengths. A zero or negative length is a miss."""
+        """Read each range to its position in the buffer. `begins` are these positions, and `sizes` the numbers of
+        bytes available there. Return the lengths. A zero or negative length is a miss."""
         lengths = [-1] * len(ranges)
         whole = [number for number, wanted in enumerate(ranges) if not wanted.stop]
         parts = [number for number, wanted in enumerate(ranges) if wanted.stop]
@@ -264,7 +270,7 @@ class MooncakeStore(Store):
 def open_mooncake(
     mooncake: MooncakeConfig, config: RemoteConfig, client: MooncakeClient | None = None
 ) -> RemoteTier:
-    """Opens the tier. Raises TierError if the package is missing or the master cannot be reached. The tier uses
+    """Open the tier. Raises TierError if the package is missing or the master cannot be reached. The tier uses
     `client` if it is given, and closes it."""
     load_library()
     config = replace(config, batch_bytes=max(config.batch_bytes, _BATCH_BYTES))
@@ -272,14 +278,14 @@ def open_mooncake(
     return store_tier(
         str(mooncake),
         config,
-        lambda: MooncakeStore(client, config.timeout, str(mooncake)),
+        lambda: MooncakeStore(client, config.timeout, str(mooncake), mooncake.replicas),
         client.close,
     )
 
 
 def parse_url(url: str) -> Callable[[], RemoteTier]:
-    """Parses `mooncake://master:port?capacity=64GiB&segment=16GiB&local=10.0.0.7&protocol=rdma&devices=mlx5_0`.
-    Returns the function that opens the tier.
+    """Parse `mooncake://master:port?capacity=64GiB&segment=16GiB&local=10.0.0.7&protocol=rdma&devices=mlx5_0&replicas=2`.
+    Return the function that opens the tier.
     """
     parts = urlsplit(url)
     options = Options(url, parts.query)
@@ -296,5 +302,6 @@ def parse_url(url: str) -> Callable[[], RemoteTier]:
         metadata=options.text("metadata", "P2PHANDSHAKE"),
         protocol=options.text("protocol", "tcp"),
         devices=options.text("devices", ""),
+        replicas=options.integer("replicas", 1),
     )
     return partial(open_mooncake, mooncake, remote_config(options))

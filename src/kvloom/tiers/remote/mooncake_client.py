@@ -44,6 +44,7 @@ class MooncakeConfig:
     - `local` is the address of this host for other clients.
     - `protocol` is tcp or rdma.
     - `metadata` and `devices` (of RDMA) are passed to Mooncake unchanged.
+    - `replicas` is the number of copies of each value, in the segments of different processes.
     """
 
     master: str
@@ -52,6 +53,11 @@ class MooncakeConfig:
     metadata: str = "P2PHANDSHAKE"
     protocol: str = "tcp"
     devices: str = ""
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise ValueError(f"{self}: replicas {self.replicas} must be 1 or more")
 
     def __str__(self) -> str:
         return f"mooncake://{self.master}"
@@ -71,7 +77,7 @@ class MooncakeClient:
         self._registered: dict[tuple[int, int], Any] = {}
 
     def should_register(self, memory: npt.NDArray[np.uint8]) -> bool:
-        """Returns whether `memory` should be registered. The memory must be large enough and not registered yet, and
+        """Return whether `memory` should be registered. The memory must be large enough and not registered yet, and
         the limit of registered regions must not be reached."""
         region = (address_of(memory), len(memory))
         return (
@@ -81,7 +87,7 @@ class MooncakeClient:
         )
 
     def register_memory(self, client: Any, memory: npt.NDArray[np.uint8]) -> None:
-        """Registers memory until the tier is closed. This may take long, and the library may refuse the memory."""
+        """Register memory until the tier is closed. This may take long, and the library may refuse the memory."""
         with self._register_lock:
             if self.should_register(memory) and client.register_buffer(address_of(memory), len(memory)) == 0:
                 self._registered = {**self._registered, (address_of(memory), len(memory)): memory}
@@ -99,13 +105,13 @@ class MooncakeClient:
             self._turns[verb].release()
 
     def registered_address(self, piece: memoryview) -> int:
-        """Returns the address of a piece, or 0 if its memory is not registered."""
+        """Return the address of a piece, or 0 if its memory is not registered."""
         at = address_of(np.frombuffer(piece, np.uint8))
         is_registered = any(low <= at and at + len(piece) <= low + size for low, size in self._registered)
         return at if is_registered else 0
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Runs `call()` if the client is open. A call on a closed client would crash the process."""
+        """Run `call()` if the client is open. A call on a closed client would crash the process."""
         with self._idle:
             if self._ended:
                 raise StoreError(f"{self._config} is closed")
@@ -118,7 +124,7 @@ class MooncakeClient:
                 self._idle.notify_all()
 
     def get(self) -> Any:
-        """Returns the library's client. Raises StoreError while the master cannot be reached."""
+        """Return the library's client. Raises StoreError while the master cannot be reached."""
         with self._lock:
             if self._ready is None:
                 self._ready = self._make()
@@ -163,7 +169,7 @@ class MooncakeClient:
         return client
 
     def close(self) -> None:
-        """Closes the client, and releases the segment with the values in it. If a call hangs, raises TimeoutError and
+        """Close the client, and release the segment with the values in it. If a call hangs, raises TimeoutError and
         releases nothing."""
         with self._idle:
             self._ended = True

@@ -36,7 +36,7 @@ _numbers = count()
 
 
 def make_agent(backend: str, parameters: dict[str, str] | None = None) -> Any:
-    """Returns a NIXL agent with one backend, for one thread at a time. Raises TierError if NIXL or the plug-in is
+    """Return a NIXL agent with one backend, for one thread at a time. Raises TierError if NIXL or the plug-in is
     missing.
 
     The agent has no progress thread, because such a thread would keep a core busy. Transfers progress while the caller
@@ -80,7 +80,7 @@ class NixlFiles(Files):
         return size
 
     def read_checked(self, fd: int, into: memoryview, offset: int, run_bytes: int) -> tuple[int, bytes]:
-        """Reads all bytes with one NIXL transfer, then computes the checksums. Smaller transfers would allow earlier
+        """Read all bytes with one NIXL transfer, then computes the checksums. Smaller transfers would allow earlier
         checksums, but would take more time than this saves."""
         return self.read(fd, [into], offset), run_checksums(into, run_bytes)
 
@@ -96,7 +96,7 @@ class NixlFiles(Files):
         return self._local.agent
 
     def _move(self, verb: str, fd: int, pieces: Sequence[Any], offset: int) -> None:
-        """Transfers bytes between the file `fd`, from `offset` on, and the buffers `pieces`. `verb` is READ or WRITE.
+        """Transfer bytes between the file `fd`, from `offset` on, and the buffers `pieces`. `verb` is READ or WRITE.
         Raises OSError if a transfer fails."""
         agent = self._agent()
         memory, positions, registered = [], [], []
@@ -130,13 +130,13 @@ class NixlFiles(Files):
 
 
 def _finish(agent: Any, handle: Any) -> None:
-    """Waits until a transfer has ended. Raises OSError if the transfer fails."""
+    """Wait until a transfer has ended. Raises OSError if the transfer fails."""
     if not all(wait_each(agent, [handle])):
         raise OSError(errno.EIO, "NIXL: the transfer failed")
 
 
 def wait_each(agent: Any, handles: Sequence[Any]) -> list[bool]:
-    """Waits until every transfer has ended. Returns, for each transfer, whether it succeeded.
+    """Wait until every transfer has ended. Return, for each transfer, whether it succeeded.
 
     If the caller reuses the memory afterwards, each transfer should have only one part. When one part of a
     transfer fails, a backend may report the failure while it still moves the other parts.
@@ -159,14 +159,14 @@ def wait_each(agent: Any, handles: Sequence[Any]) -> list[bool]:
 
 
 def open_nixl(config: DiskConfig, backend: Backend = "POSIX") -> DiskTier:
-    """Opens a disk tier that transfers pages by NIXL. Raises TierError if NIXL is missing."""
+    """Open a disk tier that transfers pages by NIXL. Raises TierError if NIXL is missing."""
     _check(backend)
     make_agent(backend)
     return DiskTier(config, lambda directory: NixlFiles(directory, backend))
 
 
 def parse_url(url: str) -> Callable[[], DiskTier]:
-    """Parses `nixl:///path?capacity=1TiB&backend=POSIX&durable=process&compression=lz4&readers=4`. Returns the
+    """Parse `nixl:///path?capacity=1TiB&backend=POSIX&durable=process&compression=lz4&readers=4`. Return the
     function that opens the tier.
     """
     parts = urlsplit(url)

@@ -155,7 +155,7 @@ return there
 
 
 def tenant_id(tenant: str) -> str:
-    """Returns the id under which the store counts a tenant, which is a digest of the tenant's name."""
+    """Return the id under which the store counts a tenant, which is a digest of the tenant's name."""
     return tenant_owner(tenant).hex()
 
 
@@ -172,7 +172,7 @@ class RedisAddress:
     socket: str = ""
 
     def __str__(self) -> str:
-        """Returns the address for logs, without the password."""
+        """Return the address for logs, without the password."""
         return f"{'rediss' if self.tls else 'redis'}://{self.socket or f'{self.host}:{self.port}'}/{self.database}"
 
 
@@ -287,7 +287,7 @@ class RedisStore(Store):
         return [bytes.fromhex(each) if re.fullmatch("[0-9a-f]{32}", each) else b"" for each in ids]
 
     def scan(self, prefix: bytes, count: int) -> Iterator[list[bytes]]:
-        """Yields all keys with a prefix in batches of about `count`. Each key occurs once."""
+        """Yield all keys with a prefix in batches of about `count`. Each key occurs once."""
         cursor, seen = b"0", set[bytes]()
         while True:
             cursor, keys = self._connection.call("SCAN", cursor, "MATCH", prefix + b"*", "COUNT", count)
@@ -299,17 +299,17 @@ class RedisStore(Store):
                 return
 
     def commands(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
-        """Runs commands and returns their replies. Use this method only for commands whose replies are short. The
+        """Run commands and return their replies. Use this method only for commands whose replies are short. The
         reply of a failed command is a RedisReplyError."""
         self._connection.send(commands)
         return [self._connection.read_reply() for _ in commands]
 
     def sizes(self, keys: Sequence[bytes]) -> list[int]:
-        """Returns the counted sizes of values. The call does not count as a use of the values."""
+        """Return the counted sizes of values. The call does not count as a use of the values."""
         return [int(size or 0) for size in self._connection.call("HMGET", _SIZES, *keys)]
 
     def value(self, key: bytes, most: int = 0) -> bytes:
-        """Returns a value, or its first `most` bytes. Returns empty bytes for a miss."""
+        """Return a value, or its first `most` bytes. Return empty bytes for a miss."""
         self._connection.send([("GETRANGE", key, 0, most - 1) if most else ("GET", key)])
         memory = [bytearray()]
 
@@ -332,12 +332,12 @@ class RedisStore(Store):
 
 
 def _count(reply: Any) -> int:
-    """Returns a count that the server sent, limited to the range of the metrics. The server is not trusted."""
+    """Return a count that the server sent, limited to the range of the metrics. The server is not trusted."""
     return max(0, min(int(reply or 0), _MAX_COUNT))
 
 
 def open_redis(address: RedisAddress, config: RemoteConfig) -> RemoteTier:
-    """Opens the tier. Raises TierError if the server cannot be reached or refuses the connection.
+    """Open the tier. Raises TierError if the server cannot be reached or refuses the connection.
 
     With a `ttl`, the server drops pages that were not used for `ttl` seconds.
     """
@@ -352,7 +352,7 @@ def open_redis(address: RedisAddress, config: RemoteConfig) -> RemoteTier:
 
 
 def parse_url(url: str) -> Callable[[], RemoteTier]:
-    """Parses `redis://[user:password@]host[:port][/db]?capacity=64GiB&compression=lz4&…`. Returns the function that
+    """Parse `redis://[user:password@]host[:port][/db]?capacity=64GiB&compression=lz4&…`. Return the function that
     opens the tier.
 
     `rediss://` uses TLS. `redis:///path/of/socket?capacity=…&db=0` uses a Unix socket. The other options are those

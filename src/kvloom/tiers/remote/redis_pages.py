@@ -45,7 +45,7 @@ class RedisPages(StoredPages):
         return self._notes
 
     def pages(self, max_heads: int | None = None) -> Iterator[StoredPage]:
-        """Yields every page. Reads the stored header of at most `max_heads` pages, or of all pages if None. Redis
+        """Yield every page. Reads the stored header of at most `max_heads` pages, or of all pages if None. Redis
         counts the read of a header as a use of the page, so the page's idle time starts again."""
         heads = 0
         for keys in self._store.scan(PREFIX, _BATCH):

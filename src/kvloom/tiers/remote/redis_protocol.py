@@ -64,7 +64,7 @@ class RespConnection:
         self._stream.close()
 
     def call(self, *command: Any) -> Any:
-        """Sends one command and returns its reply. Raises RedisReplyError for an error reply."""
+        """Send one command and return its reply. Raises RedisReplyError for an error reply."""
         self.send([command])
         answer = self.read_reply()
         if isinstance(answer, RedisReplyError):
@@ -72,7 +72,7 @@ class RespConnection:
         return answer
 
     def send(self, commands: Sequence[Sequence[Any]]) -> None:
-        """Sends commands without waiting for replies, and starts the timeout of the exchange. An argument is bytes,
+        """Send commands without waiting for replies, and start the timeout of the exchange. An argument is bytes,
         text, a number, or a list of pieces that are sent without a copy.
         """
         self._stream.begin()
@@ -94,7 +94,7 @@ class RespConnection:
     # --- replies
 
     def read_reply(self, depth: int = 0) -> Any:
-        """Returns the next reply: bytes, a number, None, a list, or a RedisReplyError. An error reply is returned and
+        """Return the next reply: bytes, a number, None, a list, or a RedisReplyError. An error reply is returned and
         not raised, because it belongs to one command of the batch.
 
         `depth` is the number of lists that contain the reply. Raises ValueError if the replies of the exchange exceed
@@ -124,9 +124,9 @@ class RespConnection:
         raise ValueError(f"not a Redis reply: {line[:40]!r}; is it a Redis server?")
 
     def _take(self, what: str, count: int, each: int = 1) -> int:
-        """Subtracts `count * each` bytes from the number of bytes that the replies of this exchange may still have.
+        """Subtract `count * each` bytes from the number of bytes that the replies of this exchange may still have.
         `count` comes from the server: it is the number of bytes or items that follow. `what` describes them in the
-        error. Returns `count`. Raises ValueError if too few bytes are left."""
+        error. Return `count`. Raises ValueError if too few bytes are left."""
         if count * each > self._budget:
             raise ValueError(
                 f"Redis announced {what}: {count}, the limit is {self._budget // each}; is it a Redis server?"
@@ -135,8 +135,8 @@ class RespConnection:
         return count
 
     def read_value_into(self, destination: Callable[[int], Sequence[memoryview] | None]) -> int:
-        """Reads a string into the memory that `destination(length)` returns. Skips the string if `destination`
-        returns None. Returns the length of the string, or -1 if the reply is null. Raises RedisReplyError for an
+        """Read a string into the memory that `destination(length)` returns. Skips the string if `destination`
+        returns None. Return the length of the string, or -1 if the reply is null. Raises RedisReplyError for an
         error reply."""
         line = self._line()
         if line[:1] == b"-":
@@ -186,7 +186,7 @@ class RespConnection:
 
 
 def _bounded(what: str, length: int, limit: int) -> int:
-    """Returns a length that the server sent. Raises ValueError if the length exceeds the limit."""
+    """Return a length that the server sent. Raises ValueError if the length exceeds the limit."""
     if length > limit:
         raise ValueError(f"Redis announced {what}: {length}, the limit is {limit}; is it a Redis server?")
     return length

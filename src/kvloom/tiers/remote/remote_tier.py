@@ -68,13 +68,13 @@ class Connection(Protocol):
     def exists(self, keys: Sequence[bytes]) -> list[bool]: ...
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        """Removes the values of these keys from the store. Returns the number of removed values."""
+        """Remove the values of these keys from the store. Return the number of removed values."""
         ...
 
     def usage(self) -> Usage: ...
 
     def used_by(self, tenant: str) -> int:
-        """Returns the bytes of a tenant with a share."""
+        """Return the bytes of a tenant with a share."""
         ...
 
     def close(self) -> None: ...
@@ -127,7 +127,7 @@ class RemoteConfig:
 
 
 def remote_config(options: Options) -> RemoteConfig:
-    """Reads the options of a store from a URL. Raises ValueError for an invalid or unknown option."""
+    """Read the options of a store from a URL. Raises ValueError for an invalid or unknown option."""
     defaults = RemoteConfig(capacity=options.size("capacity"))
     config = replace(
         defaults,
@@ -157,7 +157,7 @@ class Link:
         self._reason = ""
 
     def call(self, verb: Callable[[Any], Any]) -> Any:
-        """Calls `verb` with the connection and returns the result. Any failure raises StoreError with the store's
+        """Call `verb` with the connection and return the result. Any failure raises StoreError with the store's
         message."""
         if self._closed:
             raise StoreError("the tier is closed")
@@ -245,7 +245,7 @@ class RemoteTier(Tier):
         return self._config.capacity
 
     def set_shares(self, shares: Shares) -> None:
-        """Divides the capacity between tenants. If the store counts the bytes of each tenant, the shares apply to the
+        """Divide the capacity between tenants. If the store counts the bytes of each tenant, the shares apply to the
         pages of all its clients. Otherwise the shares apply only to the pages that this process stores."""
         self._on_shares(shares)
 
@@ -253,7 +253,7 @@ class RemoteTier(Tier):
         return int(self._call_control(lambda store: store.used_by(tenant), 0))
 
     def _with_stored_keys(self, objects: Objects) -> Objects:
-        """Returns the objects with their keys in the store. If the tier has a key file, these keys are derived from
+        """Return the objects with their keys in the store. If the tier has a key file, these keys are derived from
         `Objects.keys` and the tenant's encryption key. Raises NoKeyError if the file has no key for the tenant.
         """
         return objects if self._keys is None else self._keys.with_stored_keys(objects)
@@ -306,7 +306,7 @@ class RemoteTier(Tier):
         return int(self._call_control(lambda store: store.remove(keys), 0)) if keys else 0
 
     def stats(self) -> TierStats:
-        """Returns the store's counts, or the last known counts while the store does not answer."""
+        """Return the store's counts, or the last known counts while the store does not answer."""
         self._usage = usage = self._call_control(lambda store: store.usage(), self._usage)
         evicted = max(0, usage.evicted - self._evicted_before)
         return self._transfer_counts.stats(
@@ -336,7 +336,7 @@ class RemoteTier(Tier):
     # --- inside
 
     def _call_control(self, verb: Callable[[Any], Any], default: Any) -> Any:
-        """Calls `verb` with the control connection, in the caller's thread. Returns `default` if the tier is closed,
+        """Call `verb` with the control connection, in the caller's thread. Return `default` if the tier is closed,
         or if the call fails or does not end in time."""
         if self._closed or not self._control_lock.acquire(timeout=self._config.timeout):
             return default
@@ -421,7 +421,7 @@ class Job(ABC):
 
     @abstractmethod
     def run(self, link: Link, tools: Tools) -> None:
-        """Runs the batch and sets the outcome of every object. If an exception occurs, objects without an outcome
+        """Run the batch and set the outcome of every object. If an exception occurs, objects without an outcome
         fail.
         """
 
@@ -430,12 +430,12 @@ class Job(ABC):
         return [keys[index] for index in self.which]
 
     def target(self, index: int) -> memoryview:
-        """Returns the caller's memory for the byte range `part` of one object."""
+        """Return the caller's memory for the byte range `part` of one object."""
         at = int(self.ranges.starts[index])
         return self.ranges.view[at + self.part[0] : at + self.part[1]]
 
     def spans(self, which: Sequence[int]) -> list[memoryview]:
-        """Returns the caller's memory for the byte range `part` of several objects, in order. Ranges that are adjacent
+        """Return the caller's memory for the byte range `part` of several objects, in order. Ranges that are adjacent
         in memory are merged."""
         low, high = self.part
         starts = self.ranges.starts[np.asarray(which, np.int64)].tolist()
@@ -449,7 +449,7 @@ class Job(ABC):
         return [view[first:last] for first, last in edges]
 
     def settle(self, outcomes: dict[int, Outcome]) -> None:
-        """Sets the outcomes of objects of this batch, given by their indexes."""
+        """Set the outcomes of objects of this batch, given by their indexes."""
         for outcome in set(outcomes.values()):
             which = [index for index, got in outcomes.items() if got == outcome]
             quiet = outcome in (Outcome.OK, Outcome.MISSING)

@@ -135,7 +135,7 @@ class S3Store(Store):
         return f"{self._bucket.prefix}{key.hex()}"
 
     def _lengths(self, keys: Sequence[bytes]) -> list[int]:
-        """Returns the length of each value, with -1 for a miss."""
+        """Return the length of each value, with -1 for a miss."""
         missing = self._client.exceptions.ClientError
 
         def ask(key: bytes) -> int:
@@ -174,8 +174,8 @@ class S3Store(Store):
         return [lengths[number] for number in range(len(ranges))]
 
     def _get_expected(self, ranges: Sequence[ValueRange], destination: Destination) -> dict[int, int]:
-        """Reads values without asking for their lengths first. Returns the lengths of the values that have the expected
-        length, by index. For the other values, the caller asks for the length and reads again. Returns {} if the store
+        """Read values without asking for their lengths first. Return the lengths of the values that have the expected
+        length, by index. For the other values, the caller asks for the length and reads again. Return {} if the store
         may be unreachable, because NIXL would retry for a long time.
 
         NIXL does not report how many bytes it read. The method therefore requests a few bytes more than expected.
@@ -225,14 +225,14 @@ class S3Store(Store):
             self._client.delete_objects(Bucket=self._bucket.name, Delete={"Objects": named, "Quiet": True})
 
     def _transfer(self, verb: str, parts: Sequence[tuple[bytes, int, int]]) -> list[int]:
-        """Transfers parts (key, offset, length) to or from the buffer. Returns the start of each part in the buffer."""
+        """Transfer parts (key, offset, length) to or from the buffer. Return the start of each part in the buffer."""
         begins = self._try_transfer(verb, parts)
         if -1 in begins:
             raise StoreError(f"{self._bucket}: NIXL: {begins.count(-1)} of {len(begins)} transfers failed")
         return begins
 
     def _try_transfer(self, verb: str, parts: Sequence[tuple[bytes, int, int]]) -> list[int]:
-        """Transfers parts like `_transfer`, but returns -1 for a failed part. Each part is a separate NIXL transfer.
+        """Transfer parts like `_transfer`, but return -1 for a failed part. Each part is a separate NIXL transfer.
         If several parts were one transfer, NIXL would report the first failure while it still writes other parts to
         the buffer."""
         if not parts:
@@ -264,7 +264,7 @@ class S3Store(Store):
         return [begin if received else -1 for begin, received in zip(begins, done, strict=True)]
 
     def _reserve_buffer(self, size: int) -> None:
-        """Registers a buffer of at least `size` bytes with NIXL."""
+        """Register a buffer of at least `size` bytes with NIXL."""
         if size <= len(self._buffer):
             return
         if self._registration is not None:
@@ -279,7 +279,7 @@ def _begins(sizes: Any) -> list[int]:
 
 
 def _make_client(bucket: S3Bucket, timeout: float) -> tuple[Any, Any]:
-    """Returns a client that all threads share, and the credentials that the client found."""
+    """Return a client that all threads share, and the credentials that the client found."""
     try:
         boto3, config = import_module("boto3"), import_module("botocore.config")
     except ImportError as error:
@@ -301,7 +301,7 @@ def _make_client(bucket: S3Bucket, timeout: float) -> tuple[Any, Any]:
 
 
 def _send(session: Any, request: Any, **_: Any) -> Any:
-    """Sends a request of boto3. Returns the response. Its body is read later, up to a limit."""
+    """Send a request of boto3. Return the response. Its body is read later, up to a limit."""
     request.stream_output = True
     response = session.send(request)
     response.raw = _BoundedBody(response.raw)
@@ -323,14 +323,14 @@ class _BoundedBody:
 
 
 def open_s3(bucket: S3Bucket, config: RemoteConfig) -> RemoteTier:
-    """Opens the tier. Raises TierError if NIXL or boto3 is missing, or the bucket cannot be reached."""
+    """Open the tier. Raises TierError if NIXL or boto3 is missing, or the bucket cannot be reached."""
     requested, last_contact = _make_client(bucket, config.timeout), _LastContact()
     return store_tier(str(bucket), config, lambda: S3Store(bucket, *requested, last_contact, config.timeout))
 
 
 def parse_url(url: str) -> Callable[[], RemoteTier]:
-    """Parses `s3://bucket/prefix?capacity=1TiB&endpoint=http://host:9000&region=…`. The other options are those of
-    RemoteConfig. Returns the function that opens the tier.
+    """Parse `s3://bucket/prefix?capacity=1TiB&endpoint=http://host:9000&region=…`. The other options are those of
+    RemoteConfig. Return the function that opens the tier.
     """
     parts = urlsplit(url)
     options = Options(url, parts.query)

@@ -64,12 +64,12 @@ class Store(Connection, Protocol):
     """
 
     def register_memory(self, memory: Any) -> None:
-        """Receives the caller's memory, which contains the pages of a transfer. A store may register the memory for
+        """Receive the caller's memory, which contains the pages of a transfer. A store may register the memory for
         direct access. Most stores ignore this call."""
         return
 
     def get(self, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
-        """Reads values into the memory that `destination` returns. Returns the length of each value, or -1 for a
+        """Read values into the memory that `destination` returns. Return the length of each value, or -1 for a
         miss. A store may first request `ValueRange.expected_bytes` bytes, and repeat the request if the length
         differs."""
         ...
@@ -81,19 +81,19 @@ class Store(Connection, Protocol):
         return 0
 
     def evict(self, keys: Sequence[bytes]) -> None:
-        """Removes values that the tier evicts. Unlike `remove`, does not return how many values existed, which may be
+        """Remove values that the tier evicts. Unlike `remove`, does not return how many values existed, which may be
         faster."""
         self.remove(keys)
 
     def put(self, items: Sequence[tuple[bytes, Sequence[Any]]], tenant: str = "") -> list[Outcome]:
-        """Stores values. Each value is a list of buffers that are stored one after another. Returns OK, FULL or FAILED
+        """Store values. Each value is a list of buffers that are stored one after another. Return OK, FULL or FAILED
         for each value. A value that is already stored is OK. A store that counts the bytes of each tenant applies the
         share of `tenant`.
         """
         ...
 
     def put_guaranteed(self, items: Sequence[tuple[bytes, Sequence[Any]]], tenant: str = "") -> list[Outcome]:
-        """Stores values like `put`, for values within the guaranteed part of a tenant. If the store evicts values by
+        """Store values like `put`, for values within the guaranteed part of a tenant. If the store evicts values by
         itself, it should evict these values last. Called only if the store does not count the bytes of tenants."""
         return self.put(items, tenant)
 
@@ -105,7 +105,7 @@ def store_tier(
     on_close: Callable[[], None] | None = None,
     on_shares: Callable[[Shares], None] | None = None,
 ) -> RemoteTier:
-    """Opens a tier over a store. `connect` opens one connection. Closing the tier calls `on_close`. Raises TierError
+    """Open a tier over a store. `connect` opens one connection. Closing the tier calls `on_close`. Raises TierError
     if the store cannot be reached.
 
     If the store counts its values, pass `on_shares`, which is called with the shares of tenants. Otherwise `capacity`
@@ -152,7 +152,7 @@ class _PrefixedStore(Connection):
         return [is_stored and key not in expired for key, is_stored in zip(keys, found, strict=True)]
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Marks values as recently used, if the tier counts them. The keys include the prefix."""
+        """Mark values as recently used, if the tier counts them. The keys include the prefix."""
         if self.tracker is not None:
             self.tracker.touch(keys)
 
@@ -161,7 +161,7 @@ class _PrefixedStore(Connection):
         return self.store.get(ranges, destination)
 
     def put(self, items: Sequence[tuple[bytes, Sequence[Any]]], tenant: str) -> list[Outcome]:
-        """Evicts values if needed, then stores values like `Store.put`. A value beyond the tenant's share gets FULL
+        """Evict values if needed, then store values like `Store.put`. A value beyond the tenant's share gets FULL
         and is not stored."""
         if self.tracker is None:
             return self.store.put(items, tenant)
@@ -265,7 +265,7 @@ class _Read(Job):
         tools: Tools,
         in_place: bool = False,
     ) -> Outcome:
-        """Verifies one object, decodes its requested bytes into the caller's memory, and returns the outcome. An object
+        """Verify one object, decode its requested bytes into the caller's memory, and return the outcome. An object
         is a header and a body. The body has the bytes of a page, layer by layer.
 
         - `index`: the index of the object in the batch.
@@ -293,7 +293,7 @@ class _Read(Job):
         return unseal(head, body, first, target, tools.codec, self.objects.tenant)
 
     def _whole(self, link: Link, tools: Tools) -> dict[int, Outcome]:
-        """Reads whole objects in one round trip. Plain bodies are read directly into their pages, and other bodies
+        """Read whole objects in one round trip. Plain bodies are read directly into their pages, and other bodies
         into scratch memory.
         """
         form = self.objects.form
@@ -334,7 +334,7 @@ class _Read(Job):
         return outcomes
 
     def _plain_parts(self, link: Link, tools: Tools) -> dict[int, Outcome]:
-        """Reads the requested layer runs of plain objects in one round trip, directly into the caller's memory."""
+        """Read the requested layer runs of plain objects in one round trip, directly into the caller's memory."""
         start, stop = self.part
         plain = plain_head_bytes(self.objects.form)
         heads = memoryview(bytearray(plain * len(self.which)))
@@ -366,7 +366,7 @@ class _Read(Job):
         return outcomes
 
     def _parts(self, link: Link, tools: Tools, which: list[int]) -> dict[int, Outcome]:
-        """Reads the requested layer runs of objects in two round trips. The first reads the headers, which contain
+        """Read the requested layer runs of objects in two round trips. The first reads the headers, which contain
         the positions of the layer runs. The second reads the layer runs.
         """
         form, (start, stop) = self.objects.form, self.part
@@ -404,7 +404,7 @@ class _Read(Job):
 
 
 def _is_plain(head: memoryview) -> bool:
-    """Returns whether a page is plain. `head` is the start of the page, with the length of a plain header. The
+    """Return whether a page is plain. `head` is the start of the page, with the length of a plain header. The
     header of any other page is longer, so it is incomplete in `head`. A damaged header counts as plain: `_open`
     then reports the damage."""
     parsed = parse_head(head)

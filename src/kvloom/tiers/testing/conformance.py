@@ -55,7 +55,7 @@ def block_hash(number: int) -> bytes:
 
 
 def page(number: int, size: int = PAGE) -> npt.NDArray[np.uint8]:
-    """Returns the bytes of page number `number`. The first half can be compressed, and the second half is random."""
+    """Return the bytes of page number `number`. The first half can be compressed, and the second half is random."""
     noise = np.random.default_rng(number).integers(0, 256, size, dtype=np.uint8)
     noise[: size // 2] = np.arange(size // 2) % 7 + number % 50
     return noise
@@ -66,7 +66,7 @@ def objects(numbers: range | list[int], form: Form = FORM, group: int = 0) -> Ob
 
 
 def memory(pages: int, size: int = PAGE, shift: int = 0) -> Ranges:
-    """Returns ranges for `pages` pages. Their memory starts `shift` bytes after an aligned address."""
+    """Return ranges for `pages` pages. Their memory starts `shift` bytes after an aligned address."""
     whole = np.frombuffer(aligned_bytes(pages * size + shift), np.uint8)
     return Ranges(whole[shift:], np.arange(pages) * size)
 
@@ -85,7 +85,7 @@ def put(tier: Tier, numbers: range | list[int], form: Form = FORM) -> Transfer:
 
 
 def check_bytes(transfer: Transfer, numbers: range | list[int], got: Ranges, size: int = PAGE) -> int:
-    """Asserts that every object with outcome OK has the right bytes. Returns the number of these objects."""
+    """Assert that every object with outcome OK has the right bytes. Return the number of these objects."""
     for at, number, ok in zip(got.starts.tolist(), numbers, transfer.ok.tolist(), strict=True):
         if ok:
             assert np.array_equal(got.bytes[at : at + size], page(number, size)), f"wrong bytes for {number}"
@@ -93,7 +93,7 @@ def check_bytes(transfer: Transfer, numbers: range | list[int], got: Ranges, siz
 
 
 def get(tier: Tier, numbers: range | list[int], form: Form = FORM) -> Transfer:
-    """Reads pages. Asserts the bytes of every object with outcome OK."""
+    """Read pages. Asserts the bytes of every object with outcome OK."""
     got = memory(len(numbers), form.page_bytes)
     transfer = tier.read(objects(numbers, form), got)
     assert transfer.wait(20)
@@ -102,7 +102,7 @@ def get(tier: Tier, numbers: range | list[int], form: Form = FORM) -> Transfer:
 
 
 def open_files(word: str) -> int:
-    """Returns how many open files of this process have `word` in their path."""
+    """Return how many open files of this process have `word` in their path."""
     paths = []
     for fd in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):
@@ -118,11 +118,11 @@ class Harness:
     tier: Any
 
     def flip(self, wanted: Objects) -> None:
-        """Flips one bit of each of these objects in the tier's medium."""
+        """Flip one bit of each of these objects in the tier's medium."""
         raise NotImplementedError
 
     def swap(self, first: Objects, second: Objects) -> None:
-        """Exchanges the stored bytes of two objects in the tier's medium."""
+        """Exchange the stored bytes of two objects in the tier's medium."""
         raise NotImplementedError
 
 
@@ -130,7 +130,7 @@ class TierConformance:
     """The test suite. Subclass it as `Test…` and implement `make`."""
 
     def make(self, folder: Path) -> Harness:
-        """Returns a harness with an open, empty tier. `folder` is an empty directory."""
+        """Return a harness with an open, empty tier. `folder` is an empty directory."""
         raise NotImplementedError
 
     @pytest.fixture

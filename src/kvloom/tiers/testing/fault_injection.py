@@ -56,7 +56,7 @@ class Faults:
     _due: float = 0.0
 
     def release(self) -> None:
-        """Releases all hung calls."""
+        """Release all hung calls."""
         self.hung = False
         self._released.set()
 
@@ -71,7 +71,7 @@ class Faults:
                 self.hung_calls -= 1
 
     def throttle(self, size: int) -> None:
-        """Waits until a medium with throughput `rate` would have read `size` bytes. The medium serves one request
+        """Wait until a medium with throughput `rate` would have read `size` bytes. The medium serves one request
         after another. The next `burst` bytes take no time. Without `rate`, returns at once."""
         if not self.rate:
             return
@@ -147,7 +147,7 @@ class FaultyTier(Tier):
         return self.inner.drop(objects)
 
     def stats(self) -> TierStats:
-        """Returns the stats of the inner tier, but with the transfer counts of this tier."""
+        """Return the stats of the inner tier, but with the transfer counts of this tier."""
         inner = self.inner.stats()
         return self._transfer_counts.stats(
             inner.objects, inner.bytes, inner.capacity, inner.evicted, inner.notes, inner.tenants

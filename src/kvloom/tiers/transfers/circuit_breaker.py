@@ -58,7 +58,7 @@ class CircuitBreaker:
             )
 
     def allow_request(self, now: float) -> bool:
-        """Returns whether the caller may send a request now. The first request after the pause is the probe.
+        """Return whether the caller may send a request now. The first request after the pause is the probe.
         Further requests are refused until the result of the probe is recorded.
         """
         with self._lock:
@@ -80,7 +80,7 @@ class CircuitBreaker:
             self._pause = self._config.first_pause
 
     def record_inconclusive(self) -> None:
-        """Records that the running probe neither succeeded nor failed. The next request becomes a new probe."""
+        """Record that the running probe neither succeeded nor failed. The next request becomes a new probe."""
         with self._lock:
             self._probing_since = None
 

@@ -39,7 +39,7 @@ def open_tiers(
     """Open tiers in order, and call `check` with each opened tier. `check` may replace a tier that was opened by
     its URL.
 
-    Returns two lists: the tiers, and (name, error) of each optional tier that cannot be opened. Instead of an
+    Return two lists: the tiers, and (name, error) of each optional tier that cannot be opened. Instead of an
     optional tier that may be opened later, the first list has a stand-in. If a required tier cannot be
     opened, closes all tiers and raises ValueError."""
     places: list[OpenTier] = []
@@ -79,7 +79,7 @@ def _unusable(text: str, error: TierError) -> ValueError:
 
 
 def _should_retry(text: str, error: TierError) -> bool:
-    """Return whether opening a tier may succeed later. Returns False if a package is missing, or if the tier
+    """Return whether opening a tier may succeed later. Return False if a package is missing, or if the tier
     re-encodes pages.
     """
     return not isinstance(error.__cause__, ImportError) and scheme_of(text) not in CODINGS

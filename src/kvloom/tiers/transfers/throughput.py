@@ -22,7 +22,7 @@ class Throughput:
         self._bytes = self._seconds = 0.0
 
     def record(self, size: int, began: float, now: float) -> None:
-        """Records that `size` bytes were requested at `began` and loaded at `now`."""
+        """Record that `size` bytes were requested at `began` and loaded at `now`."""
         took = max(1e-6, now - max(began, self.last_end))
         if self.bytes_per_second:
             took = min(took, max(WINDOW_SECONDS, 4 * size / self.bytes_per_second))
@@ -33,13 +33,13 @@ class Throughput:
         self.bytes_per_second = self._bytes / self._seconds
 
     def set_estimate(self, bytes_per_second: float) -> None:
-        """Sets the estimate, for example to a saved one. In later averages, it counts as much as a measurement that
+        """Set the estimate, for example to a saved one. In later averages, it counts as much as a measurement that
         took WINDOW_SECONDS."""
         self.bytes_per_second = bytes_per_second
         self._bytes, self._seconds = bytes_per_second * WINDOW_SECONDS, WINDOW_SECONDS
 
     def raise_estimate(self) -> None:
-        """Raises the estimate by a tenth. Call this method whenever a load is skipped because the tier is slow.
+        """Raise the estimate by a tenth. Call this method whenever a load is skipped because the tier is slow.
         After several skips the estimate is high enough to try the tier again.
         """
         self._bytes *= 1.1

@@ -101,7 +101,7 @@ class TierQueue:
         return since is not None and time.monotonic() - since > self.config.breaker.probe_seconds
 
     def stats(self) -> TierStats:
-        """Returns the latest stats of the tier, and requests new stats in this queue's thread. Never waits for the
+        """Return the latest stats of the tier, and requests new stats in this queue's thread. Never waits for the
         tier."""
         with self._condition:
             self._stats_requested = True
@@ -109,7 +109,7 @@ class TierQueue:
             return self._stats
 
     def queue_lookup(self, lookup: QueuedLookup) -> bool:
-        """Queues a lookup. Returns False if the circuit breaker is open or the tier is stuck."""
+        """Queue a lookup. Return False if the circuit breaker is open or the tier is stuck."""
         with self._condition:
             if self._closed or self.is_stuck or not self.breaker.allow_request(time.monotonic()):
                 lookup.done = True
@@ -119,7 +119,7 @@ class TierQueue:
         return True
 
     def queue_load(self, load: QueuedLoad) -> None:
-        """Queues a load as batches, ordered by deadline."""
+        """Queue a load as batches, ordered by deadline."""
         size = load.objects.form.page_bytes
         each = max(1, self.config.batch_bytes // size)
         with self._condition:
@@ -132,7 +132,7 @@ class TierQueue:
             self._condition.notify()
 
     def queue_store(self, objects: Objects) -> None:
-        """Queues a store of objects that are in host memory. Never waits. If the queue is full, its oldest stores are
+        """Queue a store of objects that are in host memory. Never waits. If the queue is full, its oldest stores are
         discarded.
         """
         size = objects.form.page_bytes
@@ -151,14 +151,14 @@ class TierQueue:
             self._condition.notify()
 
     def cancel_load(self, load: QueuedLoad) -> None:
-        """Cancels a load. The tier may still write to the load's host memory. The queue frees this memory when the
+        """Cancel a load. The tier may still write to the load's host memory. The queue frees this memory when the
         tier no longer uses it."""
         with self._condition:
             load.is_cancelled = True
             self._condition.notify()
 
     def bytes_ahead(self, deadline: float) -> int:
-        """Returns the bytes of loads that would delay a new load with this deadline: loads in flight, and queued loads
+        """Return the bytes of loads that would delay a new load with this deadline: loads in flight, and queued loads
         with an earlier deadline."""
         with self._condition:
             queued = sum(
@@ -172,13 +172,13 @@ class TierQueue:
         return self._queued_bytes["store"] + self._inflight_bytes["store"]
 
     def record_timeout(self, verb: str) -> None:
-        """Records that the tier did not answer in time. `verb` is the operation, such as lookup."""
+        """Record that the tier did not answer in time. `verb` is the operation, such as lookup."""
         now = time.monotonic()
         self._fault_log.add(self.tier.name, verb, "late", 1, "no answer before the deadline", now)
         self.breaker.record_failure(now)
 
     def close(self, timeout: float) -> None:
-        """Waits up to `timeout` seconds for queued stores. Then discards the remaining stores, cancels queued loads
+        """Wait up to `timeout` seconds for queued stores. Then discards the remaining stores, cancels queued loads
         and ends the thread. Does not close the tier."""
         deadline = time.monotonic() + timeout
         with self._condition:
@@ -217,7 +217,7 @@ class TierQueue:
                 self._busy_since = None
 
     def _next(self) -> QueuedLookup | TransferBatch | _StatsRequest | None:
-        """Removes and returns the next item to run, or None if no item may run now. A load must fit into the budget,
+        """Remove and return the next item to run, or None if no item may run now. A load must fit into the budget,
         unless no other load is in flight. A store must fit into a quarter of the budget, unless no other store is
         in flight. All bytes in flight count against these limits. A store runs only if no load waits. The caller
         holds the lock."""
@@ -253,7 +253,7 @@ class TierQueue:
         return sum(self._inflight_bytes.values()) + batch.size <= budget
 
     def _wait_seconds(self) -> float | None:
-        """Returns how many seconds the thread may sleep: until the next deadline, or None if there is no deadline.
+        """Return how many seconds the thread may sleep: until the next deadline, or None if there is no deadline.
         While the tier still accesses pages of cancelled batches, the thread sleeps only briefly.
         """
         if self._cancelled:
@@ -279,7 +279,7 @@ class TierQueue:
         self._on_change()
 
     def _start_batch(self, batch: TransferBatch) -> None:
-        """Leases host pages for a batch and starts its transfer. If the circuit breaker refuses a store, the store is
+        """Lease host pages for a batch and start its transfer. If the circuit breaker refuses a store, the store is
         skipped."""
         batch.started_at = time.monotonic()
         store = batch.load is None
@@ -327,7 +327,7 @@ class TierQueue:
             self._condition.notify_all()  # with `notify`, `close` might wake instead of the thread
 
     def _collect(self, now: float) -> None:
-        """Settles finished batches and cancels late batches. The caller holds the lock."""
+        """Settle finished batches and cancel late batches. The caller holds the lock."""
         for batch in [p for p in self._inflight if p.transfer is not None and p.transfer.released]:
             self._inflight.remove(batch)
             self._settle_batch(batch, now)
@@ -377,7 +377,7 @@ class TierQueue:
         self._finish(batch, ok)
 
     def _finish(self, batch: TransferBatch, ok: Mask) -> None:
-        """Releases the lease of a batch. If the batch belongs to a load, passes the result to the load. `ok` has one
+        """Release the lease of a batch. If the batch belongs to a load, passes the result to the load. `ok` has one
         value for each object that the tier transferred: whether its transfer succeeded."""
         assert batch.lease is not None and batch.requested is not None
         loaded = batch.lease.results == Outcome.OK
@@ -404,7 +404,7 @@ class TierQueue:
         self._on_change()
 
     def _record_late(self, batch: TransferBatch, amount: int, now: float) -> None:
-        """Records a late batch. If the tier has completed other batches since this batch started, the tier counts as
+        """Record a late batch. If the tier has completed other batches since this batch started, the tier counts as
         slow. Otherwise the tier counts as hung, which is a fault for the circuit breaker."""
         verb = "write" if batch.load is None else "read"
         if self.throughput.last_end > batch.started_at:

@@ -136,7 +136,7 @@ class FetchJob:
         return sum(len(load.objects) for _, load in self._loads)
 
     def cancel(self) -> None:
-        """Cancels the loads that still run. Objects that are already loaded stay in host memory."""
+        """Cancel the loads that still run. Objects that are already loaded stay in host memory."""
         for queue, load in self._loads:
             if not load.done:
                 queue.cancel_load(load)
@@ -161,17 +161,17 @@ class TransferManager:
         self._last_check = 0.0
 
     def lookup(self, objects: Sequence[Objects], without: Collection[int] = ()) -> TierLookup:
-        """Looks up objects in host memory and in all tiers, except the tiers of the queues in `without`. Host memory
+        """Look up objects in host memory and in all tiers, except the tiers of the queues in `without`. Host memory
         answers at once. The other tiers answer asynchronously."""
         return TierLookup(self, objects, without)
 
     def fetch(self, objects: Sequence[Objects], queue_of: dict[bytes, int], deadline: float) -> FetchJob:
-        """Starts to load objects into host memory. `queue_of`, from a TierLookup, maps the key of each object to the
+        """Start to load objects into host memory. `queue_of`, from a TierLookup, maps the key of each object to the
         queue of a tier that has it. Loads that have not ended at `deadline` are cancelled."""
         return FetchJob(self, objects, queue_of, deadline)
 
     def write_to_tiers(self, objects: Objects, used: bool) -> None:
-        """Queues writes of objects from host memory to the other tiers, by the write policy of each tier. `used`
+        """Queue writes of objects from host memory to the other tiers, by the write policy of each tier. `used`
         states whether a sequence has reused the objects ("second-use")."""
         for opened, queue, dirty in zip(self.tiers, self.queues, self._dirty, strict=True):
             if opened.is_lossy and objects.form.exact:
@@ -200,12 +200,12 @@ class TransferManager:
                 remaining -= objects.form.page_bytes
 
     def wait(self, timeout: float) -> None:
-        """Sleeps until a queue has made progress, at most `timeout` seconds."""
+        """Sleep until a queue has made progress, at most `timeout` seconds."""
         self._changed.wait(timeout)
         self._changed.clear()
 
     def close(self, timeout: float = 10.0) -> None:
-        """Finishes pending writes within `timeout` and closes every tier."""
+        """Finish pending writes within `timeout` and close every tier."""
         for queue, dirty in zip(self.queues, self._dirty, strict=True):
             for objects in dirty.values():
                 queue.queue_store(objects)

@@ -328,7 +328,7 @@ def _xml_value(text: str, schema: Any) -> Any:
 
 
 def _python_call(text: str) -> tuple[str, str] | None:
-    """Return the name and arguments (as JSON) of a Python call with literal keyword arguments. Returns None for other
+    """Return the name and arguments (as JSON) of a Python call with literal keyword arguments. Return None for other
     text.
     """
     if CALL.match(text) is None:

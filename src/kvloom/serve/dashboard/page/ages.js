@@ -26,7 +26,7 @@ export class Ages {
       }
       if ((i - first) % every === 0) svg.append(s("text", { x: middle, y: HEIGHT - 6, "text-anchor": "middle" }, i < bounds.length ? brief(bounds[i]) : "more"));
     }
-    byId("ages-body").replaceChildren(svg, h("p", { class: "quiet" }, "Share of entries by idle time, up to the value."), marks([
+    byId("ages-body").replaceChildren(svg, h("p", { class: "quiet" }, "Share of entries by idle time. A label is the longest idle time of its bars."), marks([
       ["green", `hit again: ${compact(sums[0])} entries${back === null ? "" : `, median after ${seconds(back)}`}`],
       ["red", `evicted: ${compact(sums[1])} entries${out === null ? "" : `, median after ${seconds(out)}`}`]]));
   }

@@ -33,7 +33,7 @@ export class Tree {
     const rows = this.arranged(branches);
     const shown = new Set(rows.flatMap(({ branch }) => branch.id));
     byId("tree-about").textContent = nodes
-      ? `${plural(nodes, "branch", "branches")} of ${plural(roots, "root")}, the ${count(shown.size)} hottest shown. Select one to mark it on the map.`
+      ? `${plural(nodes, "branch", "branches")} of ${plural(roots, "root")}, ${shown.size < nodes ? `the ${count(shown.size)} hottest` : "all"} shown. Select one to mark it on the map.`
       : "Nothing cached yet.";
     const width = Math.max(300, this.width || this.body.clientWidth), pitch = Math.max(16, Math.min(26, TALL / Math.max(1, this.slots))), height = Math.max(60, this.slots * pitch + 34);
     const far = Math.max(64, ...rows.map(({ branch }) => branch.depth + branch.tokens));
