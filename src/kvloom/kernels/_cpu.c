@@ -194,12 +194,24 @@ typedef struct {
 #define MOST_ROWS 8 /* rows of one sequence that read a page together */
 #define PAIR 2      /* queries that are computed together: the sums of more do not stay in registers everywhere */
 
-/* The scores of one or two queries with tokens low to high - 1 of a page. Query i is at q[i], its scores at scores[i]. */
+/* Starts to load one head of `count` tokens into the cache. Pages lie far apart, so the processor does not fetch the next one
+ * by itself. */
+INLINE void fetch(const float *page, Size s_place, Size count, Size dim)
+{
+    for (Size at = 0; at < count; at++)
+        for (Size i = 0; i < dim; i += 16) /* a cache line */
+            __builtin_prefetch(page + at * s_place + i);
+}
+
+/* The scores of one or two queries with tokens low to high - 1 of a page. Query i is at q[i], its scores at scores[i]. Loads the
+ * same tokens of the page `next`, if there is one. */
 INLINE void score_page(const float *const *q, const float *page, Size s_place, Size low, Size high, Size dim, float scale,
-                       float *const *scores, const int queries)
+                       float *const *scores, const float *next, const int queries)
 {
     Size at = low, whole = dim / LANES * LANES;
     for (; at + 4 <= high; at += 4) { /* four tokens at once: a sum alone would wait for itself */
+        if (next != NULL)
+            fetch(next + at * s_place, s_place, 4, dim);
         const float *from = page + at * s_place;
         Lanes sums[PAIR][4] = {{{0}}}, keys[4], left;
         for (Size i = 0; i < whole; i += LANES) {
@@ -229,15 +241,18 @@ INLINE void score_page(const float *const *q, const float *page, Size s_place, S
             scores[n][at - low] = dot(q[n], page + at * s_place, dim) * scale;
 }
 
-/* Adds dims i to i + vectors * LANES - 1 of the values of some tokens, times the weights of one or two queries, to their outputs. */
+/* Adds dims i to i + vectors * LANES - 1 of the values of some tokens, times the weights of one or two queries, to their outputs.
+ * Loads the same values of the page `next`, if there is one. */
 INLINE void add_dims(const float *const *weights, const float *page, Size s_place, Size tokens, float *const *out, Size i,
-                     const int queries, const int vectors)
+                     const float *next, const int queries, const int vectors)
 {
     Lanes sums[PAIR][4], value;
 #pragma GCC unroll 2
     for (int n = 0; n < queries; n++)
         memcpy(sums[n], out[n] + i, (size_t)vectors * sizeof value);
-    for (Size at = 0; at < tokens; at++)
+    for (Size at = 0; at < tokens; at++) {
+        if (next != NULL)
+            fetch(next + at * s_place + i, s_place, 1, vectors * LANES);
 #pragma GCC unroll 4
         for (int part = 0; part < vectors; part++) {
             load(&value, page + at * s_place + i + part * LANES);
@@ -245,19 +260,21 @@ INLINE void add_dims(const float *const *weights, const float *page, Size s_plac
             for (int n = 0; n < queries; n++)
                 sums[n][part] += weights[n][at] * value;
         }
+    }
 #pragma GCC unroll 2
     for (int n = 0; n < queries; n++)
         memcpy(out[n] + i, sums[n], (size_t)vectors * sizeof value);
 }
 
 /* Adds the values of some tokens of a page, times the weights of one or two queries, to their outputs. */
-INLINE void add_page(const float *const *weights, const float *page, Size s_place, Size tokens, Size dim, float *const *out, const int queries)
+INLINE void add_page(const float *const *weights, const float *page, Size s_place, Size tokens, Size dim, float *const *out,
+                     const float *next, const int queries)
 {
     Size i = 0;
     for (; i + 4 * LANES <= dim; i += 4 * LANES)
-        add_dims(weights, page, s_place, tokens, out, i, queries, 4);
+        add_dims(weights, page, s_place, tokens, out, i, next, queries, 4);
     for (; i + LANES <= dim; i += LANES)
-        add_dims(weights, page, s_place, tokens, out, i, queries, 1);
+        add_dims(weights, page, s_place, tokens, out, i, next, queries, 1);
     for (; i < dim; i++)
         for (int n = 0; n < queries; n++)
             for (Size at = 0; at < tokens; at++)
@@ -301,15 +318,15 @@ CLONES static void attend_rows(const float *q, Size s_row, Size s_q, Size rows, 
     Size seen = length - first, begin = first / block, end = (length + block - 1) / block;
     for (Size b = begin; b < end; b++) {
         Size low = b == begin ? first - b * block : 0, high = b == end - 1 ? length - b * block : block, n = 0;
-        const float *page = k.data + table[b] * k.s_page;
-        for (; n < queries; n += PAIR) {
+        const float *page = k.data + table[b] * k.s_page, *next = b + 1 < end ? k.data + table[b + 1] * k.s_page : NULL;
+        for (; n < queries; n += PAIR, next = NULL) {
             Size m = n + 1 < queries ? n + 1 : n;
             const float *both[PAIR] = {q + n / group * s_row + n % group * s_q, q + m / group * s_row + m % group * s_q};
             float *to[PAIR] = {scores + n * seen + b * block + low - first, scores + m * seen + b * block + low - first};
             if (m > n)
-                score_page(both, page, k.s_place, low, high, dim, scale, to, 2);
+                score_page(both, page, k.s_place, low, high, dim, scale, to, next, 2);
             else
-                score_page(both, page, k.s_place, low, high, dim, scale, to, 1);
+                score_page(both, page, k.s_place, low, high, dim, scale, to, next, 1);
         }
     }
     for (Size r = 0; r < rows; r++) {
@@ -320,14 +337,15 @@ CLONES static void attend_rows(const float *q, Size s_row, Size s_q, Size rows, 
     for (Size b = begin; b < end; b++) {
         Size low = b == begin ? first - b * block : 0, high = b == end - 1 ? length - b * block : block, n = 0;
         const float *page = v.data + table[b] * v.s_page + low * v.s_place;
-        for (; n < queries; n += PAIR) {
+        const float *next = b + 1 < end ? v.data + table[b + 1] * v.s_page : NULL;
+        for (; n < queries; n += PAIR, next = NULL) {
             Size m = n + 1 < queries ? n + 1 : n;
             const float *both[PAIR] = {scores + n * seen + b * block + low - first, scores + m * seen + b * block + low - first};
             float *to[PAIR] = {out + n / group * s_out + n % group * v_dim, out + m / group * s_out + m % group * v_dim};
             if (m > n)
-                add_page(both, page, v.s_place, high - low, v_dim, to, 2);
+                add_page(both, page, v.s_place, high - low, v_dim, to, next, 2);
             else
-                add_page(both, page, v.s_place, high - low, v_dim, to, 1);
+                add_page(both, page, v.s_place, high - low, v_dim, to, next, 1);
         }
     }
 }
