@@ -203,10 +203,10 @@ INLINE void fetch(const float *page, Size s_place, Size count, Size dim)
             __builtin_prefetch(page + at * s_place + i);
 }
 
-/* The scores of one or two queries with tokens low to high - 1 of a page. Query i is at q[i], its scores at scores[i]. Loads the
- * same tokens of the page `next`, if there is one. */
+/* The scores of one or two queries with tokens low to high - 1 of a page. Query i is at q[i], its scores at scores + i * s_score.
+ * Loads the same tokens of the page `next`, if there is one. */
 INLINE void score_page(const float *const *q, const float *page, Size s_place, Size low, Size high, Size dim, float scale,
-                       float *const *scores, const float *next, const int queries)
+                       float *scores, Size s_score, const float *next, const int queries)
 {
     Size at = low, whole = dim / LANES * LANES;
     for (; at + 4 <= high; at += 4) { /* four tokens at once: a sum alone would wait for itself */
@@ -228,7 +228,7 @@ INLINE void score_page(const float *const *q, const float *page, Size s_place, S
         }
 #pragma GCC unroll 2
         for (int n = 0; n < queries; n++) {
-            float *to = scores[n] + at - low;
+            float *to = scores + n * s_score + at - low;
             add_lanes(sums[n], to);
             for (int t = 0; t < 4; t++)
                 to[t] *= scale;
@@ -238,12 +238,12 @@ INLINE void score_page(const float *const *q, const float *page, Size s_place, S
     }
     for (; at < high; at++)
         for (int n = 0; n < queries; n++)
-            scores[n][at - low] = dot(q[n], page + at * s_place, dim) * scale;
+            scores[n * s_score + at - low] = dot(q[n], page + at * s_place, dim) * scale;
 }
 
 /* Adds dims i to i + vectors * LANES - 1 of the values of some tokens, times the weights of one or two queries, to their outputs.
  * Loads the same values of the page `next`, if there is one. */
-INLINE void add_dims(const float *const *weights, const float *page, Size s_place, Size tokens, float *const *out, Size i,
+INLINE void add_dims(const float *weights, Size s_weight, const float *page, Size s_place, Size tokens, float *const *out, Size i,
                      const float *next, const int queries, const int vectors)
 {
     Lanes sums[PAIR][4], value;
@@ -258,7 +258,7 @@ INLINE void add_dims(const float *const *weights, const float *page, Size s_plac
             load(&value, page + at * s_place + i + part * LANES);
 #pragma GCC unroll 2
             for (int n = 0; n < queries; n++)
-                sums[n][part] += weights[n][at] * value;
+                sums[n][part] += weights[n * s_weight + at] * value;
         }
     }
 #pragma GCC unroll 2
@@ -267,18 +267,18 @@ INLINE void add_dims(const float *const *weights, const float *page, Size s_plac
 }
 
 /* Adds the values of some tokens of a page, times the weights of one or two queries, to their outputs. */
-INLINE void add_page(const float *const *weights, const float *page, Size s_place, Size tokens, Size dim, float *const *out,
+INLINE void add_page(const float *weights, Size s_weight, const float *page, Size s_place, Size tokens, Size dim, float *const *out,
                      const float *next, const int queries)
 {
     Size i = 0;
     for (; i + 4 * LANES <= dim; i += 4 * LANES)
-        add_dims(weights, page, s_place, tokens, out, i, next, queries, 4);
+        add_dims(weights, s_weight, page, s_place, tokens, out, i, next, queries, 4);
     for (; i + LANES <= dim; i += LANES)
-        add_dims(weights, page, s_place, tokens, out, i, next, queries, 1);
+        add_dims(weights, s_weight, page, s_place, tokens, out, i, next, queries, 1);
     for (; i < dim; i++)
         for (int n = 0; n < queries; n++)
             for (Size at = 0; at < tokens; at++)
-                out[n][i] += weights[n][at] * page[at * s_place + i];
+                out[n][i] += weights[n * s_weight + at] * page[at * s_place + i];
 }
 
 /* The weights of a query from its scores. Only items begin to end - 1 count, the others get the weight 0. */
@@ -316,18 +316,20 @@ CLONES static void attend_rows(const float *q, Size s_row, Size s_q, Size rows, 
         length = lengths[r] > length ? lengths[r] : length;
     }
     Size seen = length - first, begin = first / block, end = (length + block - 1) / block;
+    const float *asked[queries]; /* where each query is, and its output */
+    float *answers[queries];
+    for (Size n = 0; n < queries; n++) {
+        asked[n] = q + n / group * s_row + n % group * s_q;
+        answers[n] = out + n / group * s_out + n % group * v_dim;
+    }
     for (Size b = begin; b < end; b++) {
         Size low = b == begin ? first - b * block : 0, high = b == end - 1 ? length - b * block : block, n = 0;
         const float *page = k.data + table[b] * k.s_page, *next = b + 1 < end ? k.data + table[b + 1] * k.s_page : NULL;
-        for (; n < queries; n += PAIR, next = NULL) {
-            Size m = n + 1 < queries ? n + 1 : n;
-            const float *both[PAIR] = {q + n / group * s_row + n % group * s_q, q + m / group * s_row + m % group * s_q};
-            float *to[PAIR] = {scores + n * seen + b * block + low - first, scores + m * seen + b * block + low - first};
-            if (m > n)
-                score_page(both, page, k.s_place, low, high, dim, scale, to, next, 2);
-            else
-                score_page(both, page, k.s_place, low, high, dim, scale, to, next, 1);
-        }
+        float *to = scores + b * block + low - first;
+        for (; n + PAIR <= queries; n += PAIR, next = NULL)
+            score_page(asked + n, page, k.s_place, low, high, dim, scale, to + n * seen, seen, next, PAIR);
+        if (n < queries)
+            score_page(asked + n, page, k.s_place, low, high, dim, scale, to + n * seen, seen, next, 1);
     }
     for (Size r = 0; r < rows; r++) {
         for (Size g = 0; g < group; g++)
@@ -338,15 +340,11 @@ CLONES static void attend_rows(const float *q, Size s_row, Size s_q, Size rows, 
         Size low = b == begin ? first - b * block : 0, high = b == end - 1 ? length - b * block : block, n = 0;
         const float *page = v.data + table[b] * v.s_page + low * v.s_place;
         const float *next = b + 1 < end ? v.data + table[b + 1] * v.s_page : NULL;
-        for (; n < queries; n += PAIR, next = NULL) {
-            Size m = n + 1 < queries ? n + 1 : n;
-            const float *both[PAIR] = {scores + n * seen + b * block + low - first, scores + m * seen + b * block + low - first};
-            float *to[PAIR] = {out + n / group * s_out + n % group * v_dim, out + m / group * s_out + m % group * v_dim};
-            if (m > n)
-                add_page(both, page, v.s_place, high - low, v_dim, to, next, 2);
-            else
-                add_page(both, page, v.s_place, high - low, v_dim, to, next, 1);
-        }
+        const float *weights = scores + b * block + low - first;
+        for (; n + PAIR <= queries; n += PAIR, next = NULL)
+            add_page(weights + n * seen, seen, page, v.s_place, high - low, v_dim, answers + n, next, PAIR);
+        if (n < queries)
+            add_page(weights + n * seen, seen, page, v.s_place, high - low, v_dim, answers + n, next, 1);
     }
 }
 
