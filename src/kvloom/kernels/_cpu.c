@@ -191,8 +191,8 @@ typedef struct {
     Size s_page, s_place;
 } Head;
 
-#define MOST_ROWS 8 /* rows of one sequence that read a page together */
-#define PAIR 2      /* queries that are computed together: the sums of more do not stay in registers everywhere */
+#define MOST_ROWS 8    /* rows of one sequence that read a page together */
+#define MOST_QUERIES 4 /* that are computed together: the sums of more do not stay in registers */
 
 /* Starts to load one head of `count` tokens into the cache. Pages lie far apart, so the processor does not fetch the next one
  * by itself. */
@@ -203,7 +203,7 @@ INLINE void fetch(const float *page, Size s_place, Size count, Size dim)
             __builtin_prefetch(page + at * s_place + i);
 }
 
-/* The scores of one or two queries with tokens low to high - 1 of a page. Query i is at q[i], its scores at scores + i * s_score.
+/* The scores of 1 to MOST_QUERIES queries with tokens low to high - 1 of a page. Query i is at q[i], its scores at scores + i * s_score.
  * Loads the same tokens of the page `next`, if there is one. */
 INLINE void score_page(const float *const *q, const float *page, Size s_place, Size low, Size high, Size dim, float scale,
                        float *scores, Size s_score, const float *next, const int queries)
@@ -213,12 +213,12 @@ INLINE void score_page(const float *const *q, const float *page, Size s_place, S
         if (next != NULL)
             fetch(next + at * s_place, s_place, 4, dim);
         const float *from = page + at * s_place;
-        Lanes sums[PAIR][4] = {{{0}}}, keys[4], left;
+        Lanes sums[MOST_QUERIES][4] = {{{0}}}, keys[4], left;
         for (Size i = 0; i < whole; i += LANES) {
 #pragma GCC unroll 4
             for (int t = 0; t < 4; t++)
                 load(&keys[t], from + t * s_place + i);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
             for (int n = 0; n < queries; n++) {
                 load(&left, q[n] + i);
 #pragma GCC unroll 4
@@ -226,7 +226,7 @@ INLINE void score_page(const float *const *q, const float *page, Size s_place, S
                     sums[n][t] += left * keys[t];
             }
         }
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int n = 0; n < queries; n++) {
             float *to = scores + n * s_score + at - low;
             add_lanes(sums[n], to);
@@ -241,13 +241,13 @@ INLINE void score_page(const float *const *q, const float *page, Size s_place, S
             scores[n * s_score + at - low] = dot(q[n], page + at * s_place, dim) * scale;
 }
 
-/* Adds dims i to i + vectors * LANES - 1 of the values of some tokens, times the weights of one or two queries, to their outputs.
+/* Adds dims i to i + vectors * LANES - 1 of the values of some tokens, times the weights of 1 to MOST_QUERIES queries, to their outputs.
  * Loads the same values of the page `next`, if there is one. */
 INLINE void add_dims(const float *weights, Size s_weight, const float *page, Size s_place, Size tokens, float *const *out, Size i,
                      const float *next, const int queries, const int vectors)
 {
-    Lanes sums[PAIR][4], value;
-#pragma GCC unroll 2
+    Lanes sums[MOST_QUERIES][4], value;
+#pragma GCC unroll 4
     for (int n = 0; n < queries; n++)
         memcpy(sums[n], out[n] + i, (size_t)vectors * sizeof value);
     for (Size at = 0; at < tokens; at++) {
@@ -256,17 +256,17 @@ INLINE void add_dims(const float *weights, Size s_weight, const float *page, Siz
 #pragma GCC unroll 4
         for (int part = 0; part < vectors; part++) {
             load(&value, page + at * s_place + i + part * LANES);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
             for (int n = 0; n < queries; n++)
                 sums[n][part] += weights[n * s_weight + at] * value;
         }
     }
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int n = 0; n < queries; n++)
         memcpy(out[n] + i, sums[n], (size_t)vectors * sizeof value);
 }
 
-/* Adds the values of some tokens of a page, times the weights of one or two queries, to their outputs. */
+/* Adds the values of some tokens of a page, times the weights of 1 to MOST_QUERIES queries, to their outputs. */
 INLINE void add_page(const float *weights, Size s_weight, const float *page, Size s_place, Size tokens, Size dim, float *const *out,
                      const float *next, const int queries)
 {
@@ -326,8 +326,10 @@ CLONES static void attend_rows(const float *q, Size s_row, Size s_q, Size rows, 
         Size low = b == begin ? first - b * block : 0, high = b == end - 1 ? length - b * block : block, n = 0;
         const float *page = k.data + table[b] * k.s_page, *next = b + 1 < end ? k.data + table[b + 1] * k.s_page : NULL;
         float *to = scores + b * block + low - first;
-        for (; n + PAIR <= queries; n += PAIR, next = NULL)
-            score_page(asked + n, page, k.s_place, low, high, dim, scale, to + n * seen, seen, next, PAIR);
+        for (; n + 4 <= queries; n += 4, next = NULL)
+            score_page(asked + n, page, k.s_place, low, high, dim, scale, to + n * seen, seen, next, 4);
+        for (; n + 2 <= queries; n += 2, next = NULL)
+            score_page(asked + n, page, k.s_place, low, high, dim, scale, to + n * seen, seen, next, 2);
         if (n < queries)
             score_page(asked + n, page, k.s_place, low, high, dim, scale, to + n * seen, seen, next, 1);
     }
@@ -341,8 +343,10 @@ CLONES static void attend_rows(const float *q, Size s_row, Size s_q, Size rows, 
         const float *page = v.data + table[b] * v.s_page + low * v.s_place;
         const float *next = b + 1 < end ? v.data + table[b + 1] * v.s_page : NULL;
         const float *weights = scores + b * block + low - first;
-        for (; n + PAIR <= queries; n += PAIR, next = NULL)
-            add_page(weights + n * seen, seen, page, v.s_place, high - low, v_dim, answers + n, next, PAIR);
+        for (; n + 4 <= queries; n += 4, next = NULL)
+            add_page(weights + n * seen, seen, page, v.s_place, high - low, v_dim, answers + n, next, 4);
+        for (; n + 2 <= queries; n += 2, next = NULL)
+            add_page(weights + n * seen, seen, page, v.s_place, high - low, v_dim, answers + n, next, 2);
         if (n < queries)
             add_page(weights + n * seen, seen, page, v.s_place, high - low, v_dim, answers + n, next, 1);
     }

@@ -31,9 +31,10 @@ __all__ = ["Acceptance", "Controller", "Estimate", "StepCosts"]
 
 GAIN = 1.03
 """Drafts are used if the expected tokens per second are more than GAIN times those of plain steps."""
-PROBE_STEPS = 100
-"""After this many steps without drafts, one step tries drafts of a draft model or head again. After this many steps
-with drafts, MEASURED_STEPS steps run without drafts, so that their time is measured.
+FIRST_PROBE_STEPS, PROBE_STEPS = 4, 100
+"""A draft model or head that was turned off is tried again in one step, a probe: first after FIRST_PROBE_STEPS steps. The
+number of steps doubles after each probe that does not turn it on, up to PROBE_STEPS. After PROBE_STEPS steps with
+drafts, MEASURED_STEPS steps run without drafts, so that their time is measured.
 """
 MEASURED_STEPS = 3
 REVIEW_STEPS, RISE = 8, 0.1
@@ -195,11 +196,16 @@ def _size_of(tokens: int) -> int:
 @dataclass(slots=True)
 class _TurnedOff:
     """A proposer that is off. `requests` is the number of requests when it was turned off, and `value` the mean of
-    their `Estimate.value`. `steps` counts the steps since then."""
+    their `Estimate.value`. `steps` counts the steps since then. A probe follows after `wait` steps."""
 
     requests: int
     value: float
+    wait: int = FIRST_PROBE_STEPS
     steps: int = 0
+
+    @property
+    def needs_probe(self) -> bool:
+        return self.steps >= self.wait
 
 
 class Controller:
@@ -207,7 +213,7 @@ class Controller:
 
     `lookups` are the proposers that search earlier tokens and need no device. While a lookup is off, `Speculation`
     reviews it: the lookup makes drafts that no step verifies, and `Speculation` compares them with the output. Any
-    other proposer that is off is tried again every PROBE_STEPS steps.
+    other proposer that is off is tried again by probes.
     """
 
     def __init__(self, lookups: Iterable[str] = ()) -> None:
@@ -239,7 +245,7 @@ class Controller:
 
     def _is_off(self, proposer: str) -> bool:
         off = self._off.get(proposer)
-        return off is not None and (proposer in self._lookups or off.steps < PROBE_STEPS)
+        return off is not None and (proposer in self._lookups or not off.needs_probe)
 
     def step_begins(self, estimates: Sequence[dict[str, Estimate]]) -> list[str]:
         """Count a step. Return the names of the lookups that are off and due for a review (see `Controller`).
@@ -273,7 +279,7 @@ class Controller:
         if proposer in self._lookups:
             del self._off[proposer]
         else:
-            off.steps = PROBE_STEPS
+            off.steps = off.wait
 
     def lengths(
         self,
@@ -299,7 +305,7 @@ class Controller:
             return none
         if self._is_off(proposer):
             return none
-        probes = proposer in self._off
+        probed = self._off.get(proposer)
         base = self.costs.seconds(plain)
         rate = plain / base if base else math.inf
         best, best_rate = self._best_lengths(proposer, estimates, most, min(rows, sum(most)), plain, replays)
@@ -315,11 +321,12 @@ class Controller:
             )
             return best
         self.longest[proposer] = 0
-        self._off[proposer] = _TurnedOff(count, sum(one.value for one in estimates) / max(1, count))
+        wait = min(2 * probed.wait, PROBE_STEPS) if probed else FIRST_PROBE_STEPS
+        self._off[proposer] = _TurnedOff(count, sum(one.value for one in estimates) / max(1, count), wait)
         self.reasons[proposer] = (
             f"off: {plain} requests; {figures}; expected speed with drafts: {best_rate / rate:.2f} times"
         )
-        if not probes:
+        if probed is None:
             return none
         # A probe verifies a few short drafts, to measure whether drafts are now worth their cost.
         tried = sorted(range(count), key=lambda i: -estimates[i].value)[:PROBE_REQUESTS]
@@ -373,7 +380,10 @@ class Controller:
     def observe_proposal(self, proposer: str, requests: int, longest: int, seconds: float) -> None:
         """Update a proposer's average time: per request for a lookup, else per token of the longest draft. The
         proposer took `seconds` for drafts of up to `longest` tokens for `requests` requests. For trees, `longest`
-        is 1."""
+        is 1. The first drafts of a draft model after steps without drafts also compute the tokens of these steps, so
+        their time counts only if nothing else was measured."""
+        if self._since_plain == 1 and proposer in self._proposing and proposer not in self._lookups:
+            return
         if units := requests if proposer in self._lookups else longest:
             each = seconds / units
             before = self._proposing.get(proposer, each)
