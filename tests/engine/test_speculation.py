@@ -557,15 +557,16 @@ def decided(slope: float, chance: float, requests: int, steps: int = 400) -> tup
     drafts = with_drafts = 0
     for _ in range(steps):
         controller.step_begins(known)
-        lengths = [0] * requests
-        if controller.wants_drafts:
+        lengths, waited = [0] * requests, controller.wants_drafts
+        if waited:
             estimates = [controller.acceptance.of(one, "x") for one in known]
             lengths = controller.lengths("x", estimates, [16] * requests, 512, 0)
         for one, length in zip(known, lengths, strict=True):
             accepted = next((i for i in range(length) if rng.random() > chance), length)
             if length:
                 controller.acceptance.observe(one, "x", length, accepted)
-        controller.observe_step(requests + sum(lengths), 1e-3 * (1 + slope * (requests + sum(lengths))))
+        size = requests + sum(lengths)
+        controller.observe_step(size, 1e-3 * (1 + slope * size), waited)
         drafts += sum(lengths)
         with_drafts += any(lengths)
     return controller, drafts / (steps * requests), with_drafts
@@ -585,30 +586,71 @@ def test_the_controller_follows_acceptance_and_cost() -> None:
     assert tried < 40
 
 
-def off_after(requests: int) -> Controller:
-    """Return a controller that has just turned a proposer off: a token more costs as much as a step."""
-    controller = Controller()
+def off_after(requests: int) -> tuple[Controller, list[int]]:
+    """Return a controller that keeps a proposer off, because a token more costs as much as a step. Also return the steps
+    before each of its first probes."""
+    controller, waits = Controller(), []
     for size in (1, 2, 4, 8, 16, 32, 64):
         controller.observe_step(size, 1e-3 * size)
+    known: list[dict[str, Estimate]] = [{"x": Estimate(0.5)}] * requests
     assert controller.lengths("x", [Estimate(0.5)] * requests, [4] * requests, 512, 0) == [0] * requests
+    for _ in range(7):
+        waits.append(0)
+        while not controller.wants_drafts:
+            controller.step_begins(known)
+            waits[-1] += 1
+        assert sum(controller.lengths("x", [Estimate(0.5)] * requests, [4] * requests, 512, 0))
     assert not controller.wants_drafts
-    return controller
+    return controller, waits
+
+
+def test_probes_that_fail_become_rare() -> None:
+    assert off_after(requests=1)[1] == [4, 8, 16, 32, 64, 100, 100]
+
+
+def test_a_time_that_was_measured_too_high_is_measured_again() -> None:
+    """Steps of 8 tokens are as fast as others, but a pause of the machine made the first one slow."""
+    controller, lengths = Controller(), set()
+    controller.observe_step(1, 1e-3)
+    for size, seconds in ((2, 1.05e-3), (4, 1.1e-3), (8, 4e-3)):
+        controller.observe_step(size, seconds, waited=True)
+    for _ in range(1000):
+        [length] = controller.lengths("x", [Estimate(0.9, later=0.9)], [7], 512, 0)
+        lengths.add(length)
+        controller.observe_step(1 + length, 1.2e-3, waited=True)
+    assert min(lengths) < 7
+    assert length == 7
+
+
+def test_the_first_drafts_after_plain_steps_do_not_count_as_slow() -> None:
+    """These also compute the tokens of the plain steps."""
+    controller = Controller()
+    known: list[dict[str, Estimate]] = [{"x": Estimate(0.5)}]
+    for size, seconds in ((1, 1e-3), (2, 1.1e-3), (4, 1.2e-3)):
+        controller.observe_step(size, seconds)
+    controller.observe_proposal("x", 1, 2, 0.2e-3)
+    expected = controller.lengths("x", [Estimate(0.8)], [4], 512, 0)
+    for is_slower in (False, True):
+        controller.step_begins(known)
+        for _ in range(40):
+            controller.observe_proposal("x", 1, 2, 20e-3)
+        assert (controller.lengths("x", [Estimate(0.8)], [4], 512, 0) < expected) == is_slower
 
 
 def test_the_controller_decides_again_if_the_requests_change() -> None:
-    controller = off_after(requests=4)
+    controller, _ = off_after(requests=4)
     for count in (4, 5, 8, 2):
         controller.step_begins([{"x": Estimate(0.5)}] * count)
         assert not controller.wants_drafts, count
     controller.step_begins([{"x": Estimate(0.5)}] * 9)
     assert controller.wants_drafts
-    controller = off_after(requests=4)
+    controller, _ = off_after(requests=4)
     controller.step_begins([{"x": Estimate(0.5)}])
     assert controller.wants_drafts
 
 
 def test_the_controller_decides_again_if_acceptance_rises() -> None:
-    controller = off_after(requests=1)
+    controller, _ = off_after(requests=1)
     for _ in range(20):
         controller.step_begins([{"x": Estimate(0.55)}])
     assert not controller.wants_drafts

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence as Many
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,6 +54,7 @@ from .execution import (
     PoolRule,
     PoolSize,
     PrefillChunks,
+    PromptLogprobs,
     allocate_kv_memory,
     eos_tokens,
     free_device_bytes,
@@ -927,14 +929,14 @@ class Engine:
         ]
         logits = self._run_model([part for _, part in work], ready, with_prompt_logprobs, pooled)
         drafts = [proposed[id(work[i][0])] if work[i][1].drafts else NO_DRAFT for i in ready]
-        rows_of = np.concatenate(
-            ([0], np.cumsum([1 + len(draft.tokens) for draft in drafts], dtype=np.int64))
-        )
-        sampled_rows = int(rows_of[-1])
+        rows_of = [0, *accumulate(1 + len(draft.tokens) for draft in drafts)]
+        sampled_rows = rows_of[-1]
         if self.speculation is not None:
             self.speculation.step_computed(work)
-        with self.runner.numerics:
-            prompts = prompt_logprobs([work[i] for i in with_prompt_logprobs], logits[sampled_rows:])
+        prompts: list[PromptLogprobs] = []
+        if with_prompt_logprobs:
+            with self.runner.numerics:
+                prompts = prompt_logprobs([work[i] for i in with_prompt_logprobs], logits[sampled_rows:])
         embeddings = (
             pool_hidden_states([work[i] for i in pooled], self.runner.hidden_states) if pooled else []
         )
@@ -944,7 +946,7 @@ class Engine:
         if any(request.children and not request.branched for request in requests):
             requests, rows = self._fork_samples(requests)
             drafts += [NO_DRAFT] * (len(requests) - len(drafts))
-            forked = [*range(sampled_rows), *(int(rows_of[row]) for row in rows[len(ready) :])]
+            forked = [*range(sampled_rows), *(rows_of[row] for row in rows[len(ready) :])]
             logits = logits.index_select(0, to_device(np.array(forked), self.device))
         speculates = any(draft.tokens for draft in drafts)
         sampled = SampledTokens(torch.empty(0, dtype=torch.int64, device=self.device))

@@ -1,10 +1,10 @@
 """The controller decides how many draft tokens each request gets, and whether a proposer is used at all.
 
     cost        the measured seconds of decode steps of each size, and of a proposer's drafts
-    estimate    the probability that a proposer has a draft for a request, and that one more draft token is accepted:
-                moving averages for each request and proposer. A head estimates a probability of acceptance (chance)
-                for each node of a tree. For trees, the second estimate is instead the number of accepted tokens
-                divided by the sum of the chances
+    estimate    the probabilities that a proposer has a draft for a request, that the first token of a draft is
+                accepted, and that a token after an accepted token is: moving averages for each request and proposer.
+                A head estimates a probability of acceptance (chance) for each node of a tree. For trees, the second
+                estimate is instead the number of accepted tokens divided by the sum of the chances
     length      draft tokens are added in the order of their probability of acceptance, over all requests, up to the
                 number with the largest expected tokens per second. A request with a low estimate gets none
     on or off   a proposer is used if it is expected to give GAIN times the tokens per second of plain steps
@@ -48,6 +48,9 @@ WEIGHT = 0.15
 OVERALL_WEIGHT = 0.03
 """Weight of the newest measurement in the estimate of a proposer, with which new requests start. It is an average over
 several requests, so that one request with bad drafts does not turn drafts off for the next one."""
+FADE = 0.005
+"""With each measured step that may have drafts, the times of larger steps move by this share towards its time. If one of
+them was measured too high, it is therefore tried and measured again."""
 DRIFT = 0.02
 """In each step, the estimate of a request without a draft moves by this share towards the estimate of the proposer, if
 that is higher. The request is therefore tried again."""
@@ -60,19 +63,21 @@ SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 
 
 @dataclass(slots=True)
 class Estimate:
-    """Estimates about the drafts of a proposer. `found` and `chance` are moving averages.
+    """Estimates about the drafts of a proposer. `found`, `chance` and `later` are moving averages.
 
     | field    | meaning                                                                                           |
     |----------|---------------------------------------------------------------------------------------------------|
     | `found`  | probability that the proposer has a draft for a request                                           |
-    | `chance` | probability that one more token of a draft is accepted. If drafts have `Draft.chances`, `chance`  |
+    | `chance` | probability that the first token of a draft is accepted. If drafts have `Draft.chances`, `chance` |
     |          | is instead the number of accepted tokens divided by the sum of `Draft.chances`                    |
+    | `later`  | probability that a token of a draft is accepted if the token before it was accepted               |
     | `unused` | a draft that a proposer made while it was off: the position of its first token, and its tokens.   |
     |          | No step verifies this draft. `Speculation._review` later compares it with the request's output    |
     """
 
     chance: float = PRIOR
     found: float = 1.0
+    later: float = PRIOR
     unused: tuple[int, list[int]] | None = None
 
     @property
@@ -86,8 +91,9 @@ class Estimate:
         """
         self.found += weight * ((drafted > 0) - self.found)
         if drafted:
-            tried = min(drafted, accepted + 1)
-            self.chance += (1 - (1 - weight) ** tried) * (accepted / tried - self.chance)
+            self.chance += weight * ((accepted > 0) - self.chance)
+        if accepted and (tried := min(drafted, accepted + 1) - 1):
+            self.later += (1 - (1 - weight / 2) ** tried) * ((accepted - 1) / tried - self.later)
 
     def observe_tree(self, expected: float, accepted: int, weight: float = WEIGHT) -> None:
         """Record the result of a draft tree. `accepted` is the number of accepted tokens. `expected` is the sum of the
@@ -147,8 +153,10 @@ UNTRIED = Estimate()
 
 
 class StepCosts:
-    """Measured seconds of decode steps by their number of tokens, as moving averages at `SIZES`. For a size that
-    was not measured, the time in `others` (another `StepCosts`) is used.
+    """Measured seconds of decode steps by their number of tokens, as moving averages at `SIZES`.
+
+    If there are `others` (the times of plain steps), these are the steps whose drafts the controller chooses: sizes that
+    were not measured have the time in `others`, and the times of larger steps slowly fall (`FADE`).
     """
 
     def __init__(self, others: StepCosts | None = None) -> None:
@@ -162,7 +170,12 @@ class StepCosts:
         # The first measurements have equal weights, because the very first step of a size is often slow. A pause of
         # the machine counts at most as twice the average.
         before = self._seconds.get(size, seconds)
-        self._seconds[size] = before + max(WEIGHT, 1 / count) * (min(seconds, 2 * before) - before)
+        average = self._seconds[size] = before + max(WEIGHT, 1 / count) * (min(seconds, 2 * before) - before)
+        if self._others is None:
+            return
+        for other, old in self._seconds.items():
+            if other > size and old > average:
+                self._seconds[other] = old - FADE * (old - average)
 
     def knows(self, tokens: int) -> bool:
         """Return whether a step of about this size was measured."""
@@ -346,12 +359,12 @@ class Controller:
         count, longest = len(estimates), max(most, default=0)
         if rows < 1 or not longest:
             return [0] * count, 0.0
-        chance = np.array([one.chance for one in estimates])[:, None]
+        chance, later = np.array([(one.chance, one.later) for one in estimates]).T[:, :, None]
         found = np.array([one.found for one in estimates])
         by_rank = self._chances.get(proposer)
         depth = np.arange(1, longest + 1)
         if by_rank is None:
-            accepted = np.clip(chance, 0.0, MOST) ** depth
+            accepted = np.clip(chance, 0.0, MOST) * np.clip(later, 0.0, MOST) ** (depth - 1)
         else:
             accepted = chance * np.pad(
                 np.minimum.accumulate(by_rank)[:longest], (0, max(0, longest - len(by_rank)))
