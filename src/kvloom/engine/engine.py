@@ -777,16 +777,13 @@ class Engine:
             self._sessions.record_requests(self._updated)
         self.finished_prefill = PrefillChunks() if finished is None else finished.prefill
         if finished is not None:
-            self.scheduler.slo.observe_step(finished.size, clock.now() - began)
+            self.scheduler.observe_step(finished.size, clock.now() - began)
             self._measure_snapshots()
         elif self._inflight is None and self.scheduler.slo.held:
             time.sleep(HELD_SECONDS)
         self.scheduler.slo.record_tokens()
         if finished is not None and self.speculation is not None:
             self.speculation.observe_step(finished.work, time.perf_counter() - started)
-        if finished is not None and self.scheduler.step_limit is not None:
-            tokens = finished.prompt_tokens + len(finished.work)
-            self.scheduler.step_limit.observe(tokens, time.perf_counter() - started)
         if self.events is not None:
             self.events.flush()
         updated = [one for one in self._updated + self.scheduler.rejected if not one.is_document]
@@ -1027,14 +1024,19 @@ class Engine:
 
         Return the requests to sample, and for each request the index of its row of logits. The given requests come
         first, then their samples. A sample uses the logits of its request. Samples for which the pool has no pages
-        come last. They get their first token in this step, then wait and are recomputed.
+        come last. They get their first token in this step, then wait and are recomputed. With several tenants, only
+        some samples start in this step. The others are queued.
         """
         children: list[tuple[Request, int]] = []
         for row, request in enumerate(requests):
             if request.children and not request.branched:
                 request.branched = True
-                for child in request.children:
-                    if child.finish_reason is None:
+                unfinished = [child for child in request.children if child.finish_reason is None]
+                count = self.scheduler.samples_to_start(request)
+                for place, child in enumerate(unfinished):
+                    if place >= count:
+                        self.scheduler.queue_sample(child)
+                    else:
                         self.scheduler.fork(request, child)
                         child.inflight_tokens += 1
                         children.append((child, row))

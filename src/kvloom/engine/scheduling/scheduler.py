@@ -23,7 +23,7 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.core import NOT_CACHED, CacheControl, KVCache, Match, Sequence, Verdict
+from kvloom.core import NOT_CACHED, CacheControl, KVCache, Match, Sequence, StepSize, Verdict
 from kvloom.engine.adapter_table import AdapterTable
 from kvloom.engine.offload import Action, OffloadManager
 from kvloom.engine.request import Request
@@ -57,9 +57,9 @@ MAX_WITHOUT_SLOT = 256
 step admits no more requests."""
 SHARED_STEPS = 4
 """With several tenants, a step computes at most 1 / SHARED_STEPS of the token budget."""
-LIMITED_SECONDS = 10.0
-"""Seconds after a step with requests of several tenants in which the limit of a step still applies, even if one tenant
-is alone. Otherwise a tenant with one short request after another would wait for a long step each time."""
+RECENT_SECONDS = 10.0
+"""Seconds after a step with requests of several tenants in which prompts still get the smaller limit, even if one tenant
+is alone."""
 MAX_PREEMPTED = 16
 """Largest number of requests that a step preempts for other tenants."""
 
@@ -112,10 +112,11 @@ class Scheduler:
         self.chunk = ChunkSize(self.slo.admission, is_chunk_fixed)
         """Limits the prompt tokens of a step for objectives of decoding requests."""
         self._several = len(cache.inspect.accounts) > 1
-        self.step_limit = StepLimit(max(1, token_budget // SHARED_STEPS)) if self._several else None
+        most, times = max(1, token_budget // SHARED_STEPS), self.slo.admission.times
+        self.step_limit = StepLimit(most, times) if self._several else None
         """Limits the tokens of a step. None with one tenant."""
         self._shares: dict[TenantQueue, float] = {}  # shares of active tenants, if there are several tenants
-        self._limited_until = 0.0  # time until which the limit of a step applies to decoding requests
+        self._shared_until = 0.0  # time until which a tenant does not count as alone
         self._lookahead = Lookahead(cache, self._queue, self._match)
         self._unsettled: list[Scheduled] = []  # finished requests whose recurrent states lack the last tokens
         self._settling: list[Scheduled] = []  # unsettled requests that are part of this step
@@ -213,8 +214,8 @@ class Scheduler:
         alone = self.running[0] if len(self.running) == 1 else None
         if self.offload is None:  # with tiers, protection is not needed: evicted pages can be loaded again
             self._lookahead.protect_queued()
-        if self._several and self.cache.clock.now() < self._limited_until:
-            decodes = self._shared_part(decodes)
+        if self.step_limit is not None:
+            decodes = self._shared_part(decodes, self.step_limit, has_prompts=bool(prompts))
         self._decode(decodes, picked, places, drafts or {})
         picked += settling
         self.decoding = first = len(picked)
@@ -444,7 +445,7 @@ class Scheduler:
         self._shares = {tenant: tenant.weight / total for tenant in tenants} if len(tenants) > 1 else {}
         if not self._shares:
             return
-        self._limited_until = self.cache.clock.now() + LIMITED_SECONDS
+        self._shared_until = self.cache.clock.now() + RECENT_SECONDS
         free, left = self.max_running - len(self.running), MAX_PREEMPTED
         for tenant in sorted((tenant for tenant in tenants if tenant.heap), key=lambda tenant: tenant.turn):
             short, tenant.short = tenant.short, 0
@@ -461,13 +462,17 @@ class Scheduler:
                 free, left = free + 1, left - 1
             free = max(0, free - max(0, wanted))
 
-    def _shared_part(self, decodes: list[Request]) -> list[Request]:
+    def _shared_part(self, decodes: list[Request], limit: StepLimit, has_prompts: bool) -> list[Request]:
         """Return the decoding requests of this step. If the step limit does not allow all decoding requests, each
         tenant gets a part of the limit in proportion to its weight. Within a tenant, the requests that have waited
-        longest come first.
+        longest come first. With `has_prompts`, the step leaves time for prompts. It also leaves time for waiting
+        requests that can be admitted.
         """
-        assert self.step_limit is not None
-        most = self.step_limit.tokens
+        has_prompts |= len(self.running) < self.max_running and self._queue.length > 0
+        has_prompts |= any(
+            tenant.heap and tenant.running < self._running_share(tenant) for tenant in self._shares
+        )
+        most = limit.rows(_mean_length(decodes), has_prompts)
         if len(decodes) <= most:
             return decodes
         counts: dict[TenantQueue, int] = {}
@@ -485,17 +490,21 @@ class Scheduler:
     def _prompt_budget(self, decoding: list[Request], prompts: list[Request]) -> int:
         """Return the largest number of prompt tokens of a step that decodes the requests in `decoding`. The number is
         smaller than the token budget in two cases: decoding requests have an objective for the time between tokens, or
-        several tenants share the step, so that a new tenant starts sooner. With images, the number is the token budget,
-        because an image that must not be split may need a large step.
+        there are several tenants, so that a tenant starts sooner. An image that must not be split always fits.
         """
         if self.step_limit is None and not self.slo.has_open:
             return self.chunk.choose(self.token_budget, (), ())
         heads = [tenant.heap[0][1] for tenant in self._queue.active() if tenant.heap]
         coming = [*prompts, *heads]
-        if any(request.images is not None for request in coming):
+        whole = max((one.images.min_step_tokens for one in coming if one.images is not None), default=0)
+        if whole > 1 and self.step_limit is None:
             return self.token_budget
         budget = self.chunk.choose(self.token_budget, decoding, coming)
-        return budget if self.step_limit is None else min(budget, self.step_limit.tokens)
+        if self.step_limit is not None:
+            length = max((len(request.tokens) for request in coming), default=0)
+            is_alone = self.cache.clock.now() >= self._shared_until
+            budget = min(budget, self.step_limit.prompt_tokens(length, is_alone))
+        return min(self.token_budget, max(budget, whole))
 
     def _preempt_above(self, excess: Callable[[TenantQueue], float], spared: set[TenantQueue]) -> bool:
         """Preempt one request of the tenant that exceeds its share most, relative to its weight. Return whether a
@@ -694,6 +703,28 @@ class Scheduler:
         child.adapter_slot = request.adapter_slot
         self.running.append(child)
         self._queue.tenant_queue(child).running += 1
+
+    def samples_to_start(self, request: Request) -> int:
+        """Return how many other samples of a request may start in the step that computes the end of its prompt. With
+        several tenants, they must fit into a step and into the tenant's share of the running requests.
+        """
+        if self.step_limit is None:
+            return len(request.children)
+        tenant, most = self._queue.tenant_queue(request), self.max_running - len(self.running)
+        if self._shares:
+            most = self._running_share(tenant) - tenant.running
+        return max(0, min(most, self.step_limit.rows(len(request.tokens), has_prompts=False)))
+
+    def queue_sample(self, child: Request) -> None:
+        """Queue a sample that has not started. It is admitted like a request with a cached prompt."""
+        self._queue.push(child)
+
+    def observe_step(self, size: StepSize, seconds: float) -> None:
+        """Update the estimates with a step that has just ended. The step had the amounts of work `size`, and took
+        `seconds`."""
+        self.slo.observe_step(size, seconds)
+        if self.step_limit is not None:
+            self.step_limit.observe(size)
 
     def advance_beams(self, slots: Many[Request], successors: Many[Successor[Request]]) -> list[Request]:
         """Continue a beam search with `successors`. Return the slot (request) of each successor. The first successor of
@@ -1028,6 +1059,11 @@ class Scheduler:
                 self._unsettled.append((request, work))
                 return
         sequence.close()
+
+
+def _mean_length(requests: Many[Request]) -> float:
+    """Return the mean number of tokens of requests."""
+    return sum([len(request.tokens) for request in requests]) / max(1, len(requests))
 
 
 def _fitting(request: Request, count: int) -> int:

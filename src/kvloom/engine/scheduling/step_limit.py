@@ -1,59 +1,83 @@
-"""Limits the tokens of a step if several tenants share the engine. A new tenant then waits only for a short step.
+"""Limits the work of a step if the engine has several tenants. The request of another tenant then waits only for a
+short step.
 
-Prompt tokens and decoding requests have separate limits. With these limits, the prompt tokens of a step take about
-SHARED_SECONDS, and so do its decoding requests. Fast devices never reach the limits.
+    seconds of a step = fixed + decoding requests + prompt tokens      (estimated by StepTimes)
 
-    seconds of a step = fixed + each * tokens
+| part of a step                              | largest time             | at least            |
+|---------------------------------------------|--------------------------|---------------------|
+| decoding requests                           | the fixed part           | DECODE_SECONDS      |
+| decoding requests beside prompts            | half of the fixed part   | DECODE_SECONDS / 2  |
+| prompt tokens                               | twice the fixed part     | PROMPT_SECONDS      |
+| prompt tokens, if one tenant is alone       | 4 times the fixed part   | ALONE_SECONDS       |
 
-Both numbers are fitted to the measured steps. If `fixed` alone takes longer than half of SHARED_SECONDS, small steps
-would waste most of the time. The limit then allows as much time for the tokens as the fixed part takes.
+Suppose that a tenant alone gets its first token after a step with `fixed` and `prompt` seconds. Half of a machine would
+take twice this time. Beside other tenants, the tenant waits for the end of a step, and its own step also decodes
+requests of other tenants. Both limits follow from `fixed`, so the sum stays within twice the time of half of a machine.
+Smaller steps would waste most of the time. Fast devices never reach these limits.
 """
 
 from __future__ import annotations
 
-__all__ = ["LEAST_TOKENS", "SHARED_SECONDS", "StepLimit"]
+import math
 
-SHARED_SECONDS = 0.1
-"""Target time, in seconds, for the prompt tokens of a step, and separately for its decoding requests."""
-LEAST_TOKENS = 64
-"""The limit is a multiple of this number of tokens."""
-SMOOTHING = 0.05
-"""Weight of the latest step in the moving averages."""
+from kvloom.core import StepSize, StepTimes
+
+__all__ = [
+    "ALONE_SECONDS",
+    "DECODE_SECONDS",
+    "FIRST_TOKENS",
+    "LEAST_ROWS",
+    "LEAST_TOKENS",
+    "PROMPT_SECONDS",
+    "StepLimit",
+]
+
+DECODE_SECONDS, PROMPT_SECONDS, ALONE_SECONDS = 0.02, 0.04, 0.1
+LEAST_TOKENS, LEAST_ROWS = 16, 4
+"""A step may always compute this many prompt tokens, and decode this many requests."""
+FIRST_TOKENS = 64
+"""The limit until enough steps were measured."""
+GROWTH, FADE = 2.0, 0.99
+"""A step may have at most GROWTH times the tokens of the largest recent step, because larger steps were not measured.
+The size of the largest step is multiplied by FADE after each step."""
 PROBE_STEPS = 16
-"""One of so many steps may have twice the tokens. Without steps of several sizes, the two numbers cannot be fitted."""
+"""One of so many steps decodes a quarter of the usual requests. Without steps of several sizes, the fixed part cannot be
+estimated."""
 
 
 class StepLimit:
-    """Computes the limit of a step from the times of earlier steps. The limit is at most `most`."""
+    """Computes the limits of the next step from the estimated times of steps. `most` is the largest number of prompt
+    tokens."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int, times: StepTimes) -> None:
+        self._most, self._times = most, times
+        self._largest = FIRST_TOKENS / GROWTH
         self._steps = 0
-        self._tokens = self._seconds = self._squares = self._products = 0.0  # moving averages
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        """Record the tokens and the time of a step."""
-        if tokens < 1 or seconds <= 0:
-            return
+    def observe(self, size: StepSize) -> None:
+        """Record the size of a finished step. Its time must already be part of the estimate."""
         self._steps += 1
-        weight = max(SMOOTHING, 1 / self._steps)
-        self._tokens += weight * (tokens - self._tokens)
-        self._seconds += weight * (seconds - self._seconds)
-        self._squares += weight * (tokens * tokens - self._squares)
-        self._products += weight * (tokens * seconds - self._products)
+        self._largest = max(size.prompt_tokens + size.rows, FADE * self._largest, FIRST_TOKENS / GROWTH)
 
-    @property
-    def tokens(self) -> int:
-        """The limit of the next step. The limit applies to the number of prompt tokens, and separately to the number of
-        decoding requests. The limit is at least LEAST_TOKENS, unless `most` is smaller."""
-        if self._squares < LEAST_TOKENS**2:  # small steps say nothing about large ones
-            return self._most
-        each = self._seconds / self._tokens  # if the fixed part is 0
-        spread = self._squares - self._tokens**2
-        if spread > 1:
-            fitted = (self._products - self._tokens * self._seconds) / spread
-            each = min(each, max(fitted, each / self._most))
-        fixed = self._seconds - each * self._tokens
-        fitting = int((max(SHARED_SECONDS, 2 * fixed) - fixed) / each) // LEAST_TOKENS * LEAST_TOKENS
-        is_probe = self._steps % PROBE_STEPS == 0
-        return min(self._most, max(LEAST_TOKENS, fitting) * (2 if is_probe else 1))
+    def rows(self, context: float, has_prompts: bool) -> int:
+        """Return the largest number of decoding requests of the next step. `context` is their mean length. With
+        `has_prompts`, the step will also compute prompts."""
+        fixed, _, row, position, _ = self._times.coefficients
+        seconds = max(DECODE_SECONDS, fixed) / (2 if has_prompts else 1)
+        rows = self._fitting(seconds, row + position * context)
+        return max(LEAST_ROWS, rows // 4 if self._steps % PROBE_STEPS == PROBE_STEPS - 1 else rows)
+
+    def prompt_tokens(self, length: int, is_alone: bool) -> int:
+        """Return the largest number of prompt tokens of the next step. `length` is the length of the longest prompt.
+        With `is_alone`, no other tenant has sent requests recently."""
+        fixed, token, _, _, pair = self._times.coefficients
+        seconds = max(ALONE_SECONDS, 4 * fixed) if is_alone else max(PROMPT_SECONDS, 2 * fixed)
+        fitting = self._fitting(seconds, token + pair * length)
+        return min(self._most, max(LEAST_TOKENS, fitting // LEAST_TOKENS * LEAST_TOKENS))
+
+    def _fitting(self, seconds: float, each: float) -> int:
+        """Return how many tokens fit into `seconds` if each takes `each` seconds."""
+        if not self._times.is_known:
+            return FIRST_TOKENS
+        most = GROWTH * self._largest
+        return int(min(most, seconds / each if each > 0 else math.inf))
