@@ -281,7 +281,7 @@ class Scheduler:
             if budget:
                 self._lookahead.request_checkpoints(request)
                 taken = self._reserve(request, budget, picked, places, until=until)
-                budget -= taken
+                budget -= self._charged(taken, budget)
                 if taken:
                     self._lookahead.announce_checkpoint(request)
         return budget, resumed
@@ -354,7 +354,7 @@ class Scheduler:
                 deferred.pop()
                 self._lookahead.request_checkpoints(waiting)
                 taken = self._reserve(waiting, budget, picked, places, preempt=not picked, until=until)
-                budget -= taken
+                budget -= self._charged(taken, budget)
                 if taken:
                     self._start(waiting, match, looked_up)
                 elif self.running or picked or not empty or self._freeing or self._can_grow:
@@ -506,6 +506,13 @@ class Scheduler:
             budget = min(budget, self.step_limit.prompt_tokens(length, is_alone))
         return min(self.token_budget, max(budget, whole))
 
+    def _charged(self, taken: int, budget: int) -> int:
+        """Return how much of the budget `taken` tokens of a prompt use. With several tenants, very short prompts use
+        more than their tokens."""
+        if self.step_limit is None or not taken:
+            return taken
+        return min(budget, max(taken, self.step_limit.row_tokens))
+
     def _preempt_above(self, excess: Callable[[TenantQueue], float], spared: set[TenantQueue]) -> bool:
         """Preempt one request of the tenant that exceeds its share most, relative to its weight. Return whether a
         request was preempted.
@@ -606,7 +613,8 @@ class Scheduler:
         for request, part in work:
             count = part.new_tokens
             request.computed += count
-            if self._shares:
+            if self._several:
+                # Also counts while a tenant is alone: a tenant that returns is then not behind the others.
                 tenant = self._queue.tenant_queue(request)
                 tenant.service += count / tenant.weight
             if part.source < 0:

@@ -3,16 +3,16 @@ short step.
 
     seconds of a step = fixed + decoding requests + prompt tokens      (estimated by StepTimes)
 
-| part of a step                              | largest time             | at least            |
-|---------------------------------------------|--------------------------|---------------------|
-| decoding requests                           | the fixed part           | DECODE_SECONDS      |
-| decoding requests beside prompts            | half of the fixed part   | DECODE_SECONDS / 2  |
-| prompt tokens                               | twice the fixed part     | PROMPT_SECONDS      |
-| prompt tokens, if one tenant is alone       | 4 times the fixed part   | ALONE_SECONDS       |
+| part of a step                        | largest time             | at least           |
+|---------------------------------------|--------------------------|--------------------|
+| decoding requests                     | the fixed part           | SHARED_SECONDS     |
+| decoding requests beside prompts      | half of the fixed part   | SHARED_SECONDS / 2 |
+| prompt tokens                         | the fixed part           | SHARED_SECONDS     |
+| prompt tokens, if one tenant is alone | twice the fixed part     | ALONE_SECONDS      |
 
 Suppose that a tenant alone gets its first token after a step with `fixed` and `prompt` seconds. Half of a machine would
 take twice this time. Beside other tenants, the tenant waits for the end of a step, and its own step also decodes
-requests of other tenants. Both limits follow from `fixed`, so the sum stays within twice the time of half of a machine.
+requests of other tenants. All limits follow from `fixed`, so the sum stays at about twice the time of half of a machine.
 Smaller steps would waste most of the time. Fast devices never reach these limits.
 """
 
@@ -22,19 +22,13 @@ import math
 
 from kvloom.core import StepSize, StepTimes
 
-__all__ = [
-    "ALONE_SECONDS",
-    "DECODE_SECONDS",
-    "FIRST_TOKENS",
-    "LEAST_ROWS",
-    "LEAST_TOKENS",
-    "PROMPT_SECONDS",
-    "StepLimit",
-]
+__all__ = ["FIRST_TOKENS", "LEAST_ROWS", "LEAST_TOKENS", "StepLimit"]
 
-DECODE_SECONDS, PROMPT_SECONDS, ALONE_SECONDS = 0.02, 0.04, 0.1
+SHARED_SECONDS, ALONE_SECONDS = 0.01, 0.03
 LEAST_TOKENS, LEAST_ROWS = 16, 4
 """A step may always compute this many prompt tokens, and decode this many requests."""
+MULTIPLE = 8
+"""The limit of prompt tokens is a multiple of this number."""
 FIRST_TOKENS = 64
 """The limit until enough steps were measured."""
 GROWTH, FADE = 2.0, 0.99
@@ -63,7 +57,7 @@ class StepLimit:
         """Return the largest number of decoding requests of the next step. `context` is their mean length. With
         `has_prompts`, the step will also compute prompts."""
         fixed, _, row, position, _ = self._times.coefficients
-        seconds = max(DECODE_SECONDS, fixed) / (2 if has_prompts else 1)
+        seconds = max(SHARED_SECONDS, fixed) / (2 if has_prompts else 1)
         rows = self._fitting(seconds, row + position * context)
         return max(LEAST_ROWS, rows // 4 if self._steps % PROBE_STEPS == PROBE_STEPS - 1 else rows)
 
@@ -71,9 +65,16 @@ class StepLimit:
         """Return the largest number of prompt tokens of the next step. `length` is the length of the longest prompt.
         With `is_alone`, no other tenant has sent requests recently."""
         fixed, token, _, _, pair = self._times.coefficients
-        seconds = max(ALONE_SECONDS, 4 * fixed) if is_alone else max(PROMPT_SECONDS, 2 * fixed)
+        seconds = max(ALONE_SECONDS, 2 * fixed) if is_alone else max(SHARED_SECONDS, fixed)
         fitting = self._fitting(seconds, token + pair * length)
-        return min(self._most, max(LEAST_TOKENS, fitting // LEAST_TOKENS * LEAST_TOKENS))
+        return min(self._most, max(LEAST_TOKENS, fitting // MULTIPLE * MULTIPLE))
+
+    @property
+    def row_tokens(self) -> int:
+        """How many prompt tokens take as long as a decoding request. Short prompts count as so many tokens, because
+        each of them also needs a sampled token."""
+        _, token, row, _, _ = self._times.coefficients
+        return min(LEAST_TOKENS, max(1, math.ceil(row / token))) if token > 0 else 1
 
     def _fitting(self, seconds: float, each: float) -> int:
         """Return how many tokens fit into `seconds` if each takes `each` seconds."""
