@@ -100,10 +100,10 @@ class Entry(ABC):
     def bytes(self) -> int:
         """Number of bytes that an eviction frees."""
 
-    def rank(self, now: float) -> int:
-        """Return the first part of the entry's sort key in the eviction queue. The rank is FIRST if no prompt can
-        resume at the end of the entry, or if its session has ended. Otherwise the rank is the priority that a request
-        set, or 0 after this priority has expired."""
+    def retention_priority(self, now: float) -> int:
+        """Return the first part of the entry's sort key in the eviction queue. The retention priority is FIRST if no
+        prompt can resume at the end of the entry, or if the session of the entry has ended. Otherwise it is the
+        priority that a request set for these tokens, or 0 after this priority has expired."""
         if self.useless or self.ended:
             return FIRST
         if self.expires is not None and now >= self.expires:

@@ -63,10 +63,10 @@ class Mirror(Protocol):
     """Repeats the calls of a runner on the other ranks of a group."""
 
     def run(self, works: Many[Work], wanted: Many[int] | None, whole: Many[int], pooled: Many[int]) -> None:
-        """Let the other ranks call `ModelRunner.run`. Does not wait."""
+        """Send the other ranks this step, which they compute with `ModelRunner.run`. Does not wait."""
 
     def capture(self) -> None:
-        """Let the other ranks call `ModelRunner.capture`. Does not wait."""
+        """Order the other ranks to capture their CUDA graphs (`ModelRunner.capture`). Does not wait."""
 
 
 class ModelRunner:
@@ -179,8 +179,8 @@ class ModelRunner:
         return found, [] if found is None else [self.pages.table_column(i) for i in range(found.layers)]
 
     def observe(self, pages: Pages) -> None:
-        """Let the model use `pages` in all later steps. `pages` must have the layout and the buffer of the present pages.
-        Modeling code then computes every step, so `pages` gets all keys and values."""
+        """Pass `pages` to the model in all later steps. `pages` must have the layout and the buffer of the present
+        pages. Modeling code then computes every step, so `pages` gets all keys and values."""
         self.pages, self._small_model = pages, None
 
     @property
@@ -256,7 +256,7 @@ class ModelRunner:
         return SmallStep(tokens, firsts, [tables[column] for column in columns])
 
     def _check_batch_invariant(self) -> None:
-        """Raise ValueError for a model without batch-invariant kernels."""
+        """Raise ValueError if a layer of the model has no batch-invariant kernels."""
         if runs_separately(self.model):
             raise ValueError(refused("batch_invariant, own cache", model=type(self.model).__name__))
         if self.pages.cross_views:

@@ -1,7 +1,7 @@
 """Offload: moves pages between the pool and the tiers. Engine and scheduler call only `OffloadManager`.
 
     manager.py            OffloadManager: the interface, and the phases of load jobs
-    decision.py           Action, Decision: the answers to the scheduler
+    action.py             Action, Decision: what a request does next, computes or waits (returned to the scheduler)
     cold_pages.py         ColdPages: for requests longer than the pool, moves their oldest pages to host memory
     store.py              PageOffloader: offloads pages from the pool to host memory
     tier_loader.py        TierLoader: loads pages from tiers into host memory
@@ -43,8 +43,8 @@ The next figure shows the life of an offload:
 
 from kvloom.engine.config import OffloadConfig
 
+from .action import Action, Decision
 from .cold_pages import MAX_HOST_SHARE, ColdPages, ColdStart
-from .decision import Action, Decision
 from .host_pages import Event, HostPages, Ids, LoadEvent, RankCopies, form_of, open_host, pin_memory
 from .load_job import LoadJob, Phase, PoolCopy
 from .load_or_recompute import Estimates, LoadOrRecompute, Progress

@@ -34,8 +34,8 @@ from kvloom.tiers import (
 from kvloom.tiers.peer import PeerServer
 from kvloom.tiers.transfers import TransferManager
 
+from .action import Action, Decision
 from .cold_pages import ColdPages
-from .decision import Action, Decision
 from .hand_over import HandOver, needed_pages, peer_queue
 from .host_pages import HostPages, RankCopies
 from .image_store import ImageStore

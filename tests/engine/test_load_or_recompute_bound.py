@@ -23,9 +23,9 @@ ALL = 2 * computing(BUDGET)
 
 @dataclass
 class Run:
-    """A prompt of LENGTH tokens on a device that computes them and a disk that gives `ratio` times as many in the same time, in
-    strips. `believed`: the disk's speed before anything came, None for unknown; what comes is believed over a quarter of a
-    second, as a lane does. `at_once` tokens come from a cache."""
+    """A prompt of LENGTH tokens on a device that computes them and a disk that gives `ratio` times as many in the same
+    time, in strips. `believed`: the disk's speed before anything came, None for unknown; what comes is believed over a
+    quarter of a second, as a lane does. `at_once` tokens come from a cache."""
 
     ratio: float
     believed: float | None
