@@ -240,10 +240,10 @@ class ModelRunner:
         tokens, firsts, rows, blocks = [], [], [], 1
         for place, work in enumerate(works):
             sequence = work.sequence
-            if work.parents or work.images or sequence.cold_blocks or (work.replayed and not work.rewrites):
+            if work.parents or work.images or sequence.cold_blocks or (work.recomputed and not work.rewrites):
                 return None
             own = work.tokens if work.source < 0 else self.chosen[work.source, None].numpy()
-            first = sequence.length + work.skipped - work.replayed
+            first = sequence.length + work.skipped - work.recomputed
             needed = -(-(first + len(own) + (later[place] if later else 0)) // cache.block_tokens)
             if needed > cache.block_tables.blocks[sequence.row]:
                 raise ValueError("some tokens of the step have no page; extend the sequence first")
@@ -332,7 +332,7 @@ class ModelRunner:
             if size:
                 return self.draft_graphs.run(works, size, wanted)
         splits_drafts = self.pages.has_states and any(work.drafts for work in works)
-        is_plain = not (has_trees or splits_drafts or any(w.replayed or w.skipped for w in works))
+        is_plain = not (has_trees or splits_drafts or any(w.recomputed or w.skipped for w in works))
         if self.piecewise is not None and is_plain:
             size = self.piecewise.size_for(works)
             if size:

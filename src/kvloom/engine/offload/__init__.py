@@ -8,7 +8,7 @@
     pool_loader.py        PoolLoader: copies pages from host memory into the pool
     load_job.py           LoadJob: the pages of one request in transfer (only data)
     load_or_recompute.py  LoadOrRecompute: how far a request computes while its pages load
-    throughput.py         TimeModel: estimates seconds from a number of tokens or bytes
+    time_model.py         TimeModel: estimates seconds from a number of tokens or bytes
     saved_state.py        SavedState: keeps measured speeds and what the eviction policy learned in the folder of a
                           disk tier, for the next start
     host_pages.py         HostPages: copies between pool and host memory, on separate streams of a GPU
@@ -53,7 +53,7 @@ from .open_tiers import open_offload, opened_tiers
 from .session_history import SessionHistory
 from .stats import OffloadStats
 from .store import PageOffloader
-from .throughput import TimeModel
+from .time_model import TimeModel
 
 __all__ = [
     "MAX_HOST_SHARE",

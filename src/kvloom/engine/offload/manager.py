@@ -44,8 +44,8 @@ from .pool_loader import CopyStart, PoolLoader
 from .saved_state import SavedState
 from .stats import OffloadStats
 from .store import PageOffloader
-from .throughput import TimeModel
 from .tier_loader import TierLoader
+from .time_model import TimeModel
 
 __all__ = ["OffloadManager", "Step", "WatchedTier"]
 

@@ -26,7 +26,7 @@ from .host_pages import form_of
 from .load_job import LoadChunk, LoadJob
 from .load_or_recompute import Estimates, Progress
 from .stats import OffloadStats
-from .throughput import TimeModel, meeting_point
+from .time_model import TimeModel, meeting_point
 
 __all__ = ["Forms", "TierLoader"]
 

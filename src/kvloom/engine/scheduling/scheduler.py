@@ -604,9 +604,9 @@ class Scheduler:
             if part.source < 0:
                 if count == 1:
                     rows.append(part.sequence.row)
-                    tokens.append(part.tokens[part.replayed])
+                    tokens.append(part.tokens[part.recomputed])
                 elif count:
-                    part.sequence.commit(part.tokens[part.replayed :].astype(np.int32))
+                    part.sequence.commit(part.tokens[part.recomputed :].astype(np.int32))
                     self._lookahead.chunk_published(request, request.computed - count)
                 else:  # the step added the last tokens to the states of a finished request
                     part.sequence.commit([])
@@ -828,14 +828,14 @@ class Scheduler:
         tokens of the last draft, which recurrent layers compute again."""
         sequence = request.sequence
         assert sequence is not None
-        replayed = sequence.length - sequence.state_length if self.cache.has_states else 0
-        tokens = [*request.tokens[request.computed - replayed : request.computed + 1], *draft]
+        recomputed = sequence.length - sequence.state_length if self.cache.has_states else 0
+        tokens = [*request.tokens[request.computed - recomputed : request.computed + 1], *draft]
         return Work(
             sequence,
             np.array(tokens),
             -1,
             request.images,
-            replayed,
+            recomputed,
             len(draft),
             adapter=request.adapter_slot,
             active_from=request.active_from,
@@ -1015,14 +1015,14 @@ class Scheduler:
         open, and the next step computes these tokens. Later prompts can then resume at the end of the request.
         """
         if self.cache.has_states and sequence.control.store and request.finish_reason in ("stop", "length"):
-            replayed = sequence.length - sequence.state_length
-            if replayed:
+            recomputed = sequence.length - sequence.state_length
+            if recomputed:
                 tokens = np.array(request.tokens[sequence.state_length : sequence.length])
                 work = Work(
                     sequence,
                     tokens,
                     images=request.images,
-                    replayed=replayed,
+                    recomputed=recomputed,
                     adapter=request.adapter_slot,
                     active_from=request.active_from,
                 )

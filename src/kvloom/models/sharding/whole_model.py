@@ -34,11 +34,11 @@ class WholeModel:
 
 
 def whole_of(model: Any) -> WholeModel | None:
-    """Return the whole model, of which `model` is the part of a rank. None for a model that is not divided."""
+    """Return the data of the whole model, if `model` is the part of a rank. None for a model that is not divided."""
     found: WholeModel | None = vars(model).get("whole")
     return found
 
 
 def set_whole(model: Any, whole: WholeModel) -> None:
-    """Set the whole model, of which `model` is a part."""
+    """Store in `model`, which is the part of a rank, the data of the whole model (`whole_of` returns it)."""
     vars(model)["whole"] = whole
