@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
 import shutil
 import sys
@@ -147,12 +148,13 @@ def server(text: str) -> str:
 
 
 def interpreter(text: str) -> str:
-    """An argparse type for a Python interpreter."""
-    if shutil.which(text) is None:
+    """An argparse type for a Python interpreter. Returns an absolute path, which is valid in every working directory."""
+    found = shutil.which(text)
+    if found is None:
         raise argparse.ArgumentTypeError(
             f"no interpreter {text!r}; use the path of a python, such as PEERS/bin/python"
         )
-    return text
+    return os.path.abspath(found)  # not resolved: the link in a virtual environment selects its packages
 
 
 def device(text: str) -> str:

@@ -32,9 +32,10 @@ __all__ = ["Acceptance", "Controller", "Estimate", "StepCosts"]
 GAIN = 1.03
 """Drafts are used if the expected tokens per second are more than GAIN times those of plain steps."""
 FIRST_PROBE_STEPS, PROBE_STEPS = 4, 100
-"""A draft model or head that was turned off is tried again in one step, a probe: first after FIRST_PROBE_STEPS steps. The
-number of steps doubles after each probe that does not turn it on, up to PROBE_STEPS. After PROBE_STEPS steps with
-drafts, MEASURED_STEPS steps run without drafts, so that their time is measured.
+"""A draft model or head that was turned off is tried again in one step, a probe: first after FIRST_PROBE_STEPS steps for
+each request, because estimates of few requests are less certain. The number of steps doubles after each probe that does
+not turn it on. It is at most PROBE_STEPS. After PROBE_STEPS steps with drafts, MEASURED_STEPS steps run without drafts, so
+that their time is measured.
 """
 MEASURED_STEPS = 3
 REVIEW_STEPS, RISE = 8, 0.1
@@ -213,7 +214,7 @@ class _TurnedOff:
 
     requests: int
     value: float
-    wait: int = FIRST_PROBE_STEPS
+    wait: int
     steps: int = 0
 
     @property
@@ -336,7 +337,7 @@ class Controller:
             )
             return best
         self.longest[proposer] = 0
-        wait = min(2 * probed.wait, PROBE_STEPS) if probed else FIRST_PROBE_STEPS
+        wait = min(2 * probed.wait if probed else FIRST_PROBE_STEPS * count, PROBE_STEPS)
         self._off[proposer] = _TurnedOff(count, sum(one.value for one in estimates) / max(1, count), wait)
         self.reasons[proposer] = (
             f"off: {plain} requests; {figures}; expected speed with drafts: {best_rate / rate:.2f} times"
