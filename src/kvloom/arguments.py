@@ -154,7 +154,8 @@ def interpreter(text: str) -> str:
         raise argparse.ArgumentTypeError(
             f"no interpreter {text!r}; use the path of a python, such as PEERS/bin/python"
         )
-    return os.path.abspath(found)  # not resolved: the link in a virtual environment selects its packages
+    # Not resolved: the link in a virtual environment selects its packages.
+    return os.path.abspath(found)  # noqa: PTH100
 
 
 def device(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -259,6 +260,16 @@ class Request:
             )
             for i in range(1, self.params.samples)
         ]
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Deprecated name of `sort_key`."""
+        warnings.warn(
+            "Request.rank is deprecated and will be removed in 0.4.0: use Request.sort_key",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.sort_key
 
     @property
     def output(self) -> list[int]:
