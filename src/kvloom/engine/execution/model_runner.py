@@ -230,8 +230,8 @@ class ModelRunner:
 
     def _small_step(self, works: Many[Work], later: Many[int] = ()) -> SmallStep | None:
         """Return a step in the form that the native model takes. `later` has the number of tokens that follow in each
-        sequence, if any. Return None if the model has no native form, or if the step is too large for it, or has trees,
-        images, cold pages, or tokens that are not written."""
+        sequence, if any. Return None if the model has no native form, or if native code does not support the step: a
+        step that is too large, or has trees, images, cold pages, or tokens that are not written."""
         small, cache = self._small_model, self._cache
         if small is None or self.watch_step is not None or not works:
             return None

@@ -270,15 +270,16 @@ class RankGroup:
         self._send(self._writer.write(works, wanted, whole, pooled))
 
     def copy(self, copies: CopyBatch) -> None:
-        """Let all ranks copy pages inside their pools."""
+        """Order all ranks to copy pages inside their pools."""
         self._send(CopyPages.of(copies))
 
     def move_tokens(self, places: Many[npt.NDArray[np.int64]]) -> None:
-        """Let all ranks move accepted tokens of draft trees. `places` are the places of `TokenMover`."""
+        """Order all ranks to move accepted tokens of draft trees. `places` are the places of `TokenMover`."""
         self._send(MoveTokens.of(places))
 
     def copy_document(self, rotations: Many[int], plan: RotatedCopy) -> None:
-        """Let all ranks copy tokens of a document. `rotations` are those that rank 0 has found (`RotatedCopier`)."""
+        """Order all ranks to copy tokens of a document. `rotations` are those that rank 0 has found
+        (`RotatedCopier`)."""
         self._send(CopyDocument.of(rotations, plan))
 
     def set_sinks(self, is_on: bool) -> None:
@@ -286,12 +287,12 @@ class RankGroup:
         self._send(SetSinks(is_on))
 
     def load_adapter(self, slot: int, adapter: LoraAdapter) -> None:
-        """Let all ranks load their parts of a LoRA adapter into a slot, before the next step."""
+        """Order all ranks to load their parts of a LoRA adapter into a slot, before the next step."""
         for message in adapter_messages(slot, adapter):
             self._send(message)
 
     def capture(self) -> None:
-        """Let all ranks capture their CUDA graphs."""
+        """Order all ranks to capture their CUDA graphs."""
         self._send(Prepare())
 
     def check(self) -> None:

@@ -445,12 +445,12 @@ def _weights(model: str, config: Any, dtype: torch.dtype, device: torch.device) 
 
 
 def _has_other_parts(model: str, config: Any) -> bool:
-    """Return whether the checkpoint is that of a larger model, of which `config` is the text part."""
+    """Return whether `config` is only the text part of the model in the checkpoint."""
     return not is_gguf(model) and transformers_config(model).model_type != config.model_type
 
 
 def _source(model: str) -> dict[str, Any]:
-    """Return the arguments of transformers that name a checkpoint."""
+    """Return the arguments by which `from_pretrained` of transformers finds a checkpoint."""
     path = Path(model)
     if is_gguf(model):
         return {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
@@ -594,7 +594,7 @@ def _reason_against_sharding(config: Any, model: Any) -> str | None:
 
 
 def divide_context(model: Any, ranks: RankGroups, whole_output: bool = False) -> None:
-    """Let the ranks divide the context of every sequence. Raises ModelError if the attention of the model cannot be
+    """Divide the context of every sequence between the ranks. Raises ModelError if the attention of the model cannot be
     divided.
 
     If ranks do not also divide the weights, each rank computes the logits of a part of the vocabulary. With

@@ -254,8 +254,8 @@ class BatchBuilder:
     - `mirrored`: the device has its own copy of the block tables, as on a GPU. Otherwise the tables of the
       cache are used.
     - `shifted`: images shift rotary positions.
-    - `tree_columns`: for steps that replay a CUDA graph and have draft trees, the largest number of tokens of a
-      sequence, a multiple of 4. 0 means that such steps have no trees.
+    - `tree_columns`: the largest number of tokens of a sequence in steps with draft trees that replay a CUDA graph. A
+      multiple of 4. 0 means that such steps have no trees.
     - `adapted`: sequences may use LoRA adapters.
     """
 
