@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import os
 import re
 import shutil
 import sys
@@ -15,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
@@ -154,8 +154,7 @@ def interpreter(text: str) -> str:
         raise argparse.ArgumentTypeError(
             f"no interpreter {text!r}; use the path of a python, such as PEERS/bin/python"
         )
-    # Not resolved: the link in a virtual environment selects its packages.
-    return os.path.abspath(found)  # noqa: PTH100
+    return str(Path(found).absolute())  # not resolved: the link in a virtual environment selects its packages
 
 
 def device(text: str) -> str:
