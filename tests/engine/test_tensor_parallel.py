@@ -264,7 +264,7 @@ def test_quantised_weights_are_refused(tmp_path: Path) -> None:
 
 def shard_checkpoint(model: str, config: Any) -> None:
     """Load a rank's part. Fails before the rank is used."""
-    loader._shard(model, config, torch.float32, torch.device("cpu"), "auto", 0, None, False)  # type: ignore[arg-type]
+    loader._shard(model, config, torch.float32, torch.device("cpu"), "auto", 0, None, False, False)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

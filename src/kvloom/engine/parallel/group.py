@@ -60,7 +60,7 @@ __all__ = ["DraftMirror", "RankGroup", "load_ranks"]
 
 SETTINGS = (
     *("pool_bytes", "memory_fraction", "tensor_parallel", "context_parallel", "rank_seconds"),
-    "rank_backend",
+    *("rank_backend", "expert_parallel"),
     *("block_tokens", "checkpoint_every"),
     *("token_budget", "max_running", "max_context", "kv_dtype", "cuda_graphs", "speculate", "draft_tokens"),
     *("kv_scales", "text_only"),
@@ -138,6 +138,7 @@ def load_ranks(
             ranks=ranks,
             whole_output=bool(config.head),
             text_only=config.text_only,
+            expert_parallel=config.expert_parallel,
         )
         return *loaded, group
     except BaseException:
