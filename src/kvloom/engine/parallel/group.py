@@ -300,8 +300,13 @@ class RankGroup:
         self.host_copies.check()
 
     def fail(self, reason: str) -> None:
-        """Record why the group cannot continue. Every later step raises RankError."""
+        """Record why the group cannot continue, and end the other ranks. Every later step raises RankError.
+
+        A rank that hangs does not notice that its socket closes. It would keep its memory, which the next group
+        needs."""
         self._failure = self._failure or reason
+        for process in self.processes:
+            process.kill()
 
     def close(self) -> None:
         """End the processes of all ranks. Waits up to CLOSE_SECONDS."""
@@ -386,9 +391,10 @@ class RankGroup:
                         continue
                     if isinstance(message, Failed):
                         reason += f": {message.text}"
+                is_known = self._failure is not None  # rank 0 has ended the rank, and raises the error itself
                 self.fail(reason)
                 if self.ranks is not None and self._device.type == "cuda":
                     self.ranks.abort()
-                if self.on_failure is not None:
+                if self.on_failure is not None and not is_known:
                     self.on_failure(reason)
                 return
