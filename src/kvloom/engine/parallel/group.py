@@ -60,7 +60,7 @@ __all__ = ["DraftMirror", "RankGroup", "load_ranks"]
 
 SETTINGS = (
     *("pool_bytes", "memory_fraction", "tensor_parallel", "context_parallel", "rank_seconds"),
-    "rank_backend",
+    *("rank_backend", "expert_parallel"),
     *("block_tokens", "checkpoint_every"),
     *("token_budget", "max_running", "max_context", "kv_dtype", "cuda_graphs", "speculate", "draft_tokens"),
     *("kv_scales", "text_only"),
@@ -138,6 +138,7 @@ def load_ranks(
             ranks=ranks,
             whole_output=bool(config.head),
             text_only=config.text_only,
+            expert_parallel=config.expert_parallel,
         )
         return *loaded, group
     except BaseException:
@@ -300,8 +301,13 @@ class RankGroup:
         self.host_copies.check()
 
     def fail(self, reason: str) -> None:
-        """Record why the group cannot continue. Every later step raises RankError."""
+        """Record why the group cannot continue, and end the other ranks. Every later step raises RankError.
+
+        A rank that hangs does not notice that its socket closes. It would keep its memory, which the next group
+        needs."""
         self._failure = self._failure or reason
+        for process in self.processes:
+            process.kill()
 
     def close(self) -> None:
         """End the processes of all ranks. Waits up to CLOSE_SECONDS."""
@@ -386,9 +392,10 @@ class RankGroup:
                         continue
                     if isinstance(message, Failed):
                         reason += f": {message.text}"
+                is_known = self._failure is not None  # rank 0 has ended the rank, and raises the error itself
                 self.fail(reason)
                 if self.ranks is not None and self._device.type == "cuda":
                     self.ranks.abort()
-                if self.on_failure is not None:
+                if self.on_failure is not None and not is_known:
                     self.on_failure(reason)
                 return

@@ -33,6 +33,7 @@ from kvloom.models.sharding import (
     Shard,
     WholeModel,
     check_pages,
+    divide_experts,
     find_cuts,
     install_collectives,
     set_ranks,
@@ -103,6 +104,7 @@ def load(
     ranks: RankGroups | None = None,
     whole_output: bool = False,
     text_only: bool = False,
+    expert_parallel: bool = False,
 ) -> tuple[Any, Any | None]:
     """Return a model on `device`, ready to run, and its tokenizer or None. The default device is a GPU if there is one.
     With `dtype` "auto", weights have the dtype of the checkpoint. Random weights depend only on seed, device and dtype.
@@ -110,7 +112,8 @@ def load(
 
     With `ranks`, return the part of the model that this rank computes. Every rank must call this function. If the ranks
     divide only the context, each of them gets the whole model. A rank computes the logits of only a part of the
-    vocabulary. With `whole_output`, which a draft head needs, it computes all logits.
+    vocabulary. With `whole_output`, which a draft head needs, it computes all logits. With `expert_parallel`, a rank has
+    some whole experts instead of a part of every expert.
 
     Raises ModelError if a file is missing or the model cannot run. These checks run before any weight is read.
     """
@@ -119,7 +122,9 @@ def load(
         _check_context(_meta_model(*language_model_class(config)))
     with progress_bars(progress):
         if ranks is not None and ranks.weights is not None:
-            loaded = _shard(model, config, kind, where, load_format, seed, ranks.weights, whole_output)
+            loaded = _shard(
+                model, config, kind, where, load_format, seed, ranks.weights, whole_output, expert_parallel
+            )
         elif load_format == "random":
             loaded = _random(config, kind, where, seed)
         else:
@@ -511,17 +516,21 @@ def _shard(
     seed: int,
     ranks: Ranks,
     whole_output: bool,
+    expert_parallel: bool,
 ) -> Any:
     """Return the part of a model that a rank computes. Weights of a checkpoint are read and cut one at a time. Random
     weights are first generated for the whole model, so that all ranks have parts of the same model."""
     if is_gguf(model) or quantisation_method(config) is not None:
         raise ModelError(f"{model}: {refused('tensor parallel, quantised weights')}")
     if load_format == "random":
-        return shard_model(_random(config, dtype, device, seed), ranks, whole_output)
+        return shard_model(_random(config, dtype, device, seed), ranks, whole_output, expert_parallel)
     cls, own = language_model_class(config)
-    whole, part, cuts = _plan_shard(cls, own, ranks.shard)
+    whole, part, cuts = _plan_shard(cls, own, ranks.shard, expert_parallel)
     known = WholeModel(whole.config)
-    with _cut_weights(cuts, known):
+    with ExitStack() as stack:
+        stack.enter_context(_cut_weights(cuts, known))
+        if expert_parallel:
+            stack.enter_context(_building_experts(cls, whole, ranks.shard))
         loaded = _weights(model, part.config, dtype, device)
     set_whole(loaded, known)
     install_collectives(loaded, whole, cuts, ranks, whole_output)
@@ -529,11 +538,11 @@ def _shard(
 
 
 @torch.no_grad()
-def shard_model(model: Any, ranks: Ranks, whole_output: bool = False) -> Any:
+def shard_model(model: Any, ranks: Ranks, whole_output: bool = False, expert_parallel: bool = False) -> Any:
     """Return the part of a loaded model that a rank computes, as a new model. Each rank computes the logits of a part of
-    the vocabulary, or all logits with `whole_output`. Every rank must call this function.
-    Raises ModelError if the model cannot be divided."""
-    whole, part, cuts = _plan_shard(type(model), model.config, ranks.shard)
+    the vocabulary, or all logits with `whole_output`. With `expert_parallel`, a rank has some whole experts. Every rank
+    must call this function. Raises ModelError if the model cannot be divided."""
+    whole, part, cuts = _plan_shard(type(model), model.config, ranks.shard, expert_parallel)
     for config in (part.config, part.config.get_text_config()):
         config.dtype = model.dtype  # the dtype of K and V
     part.to_empty(device=next(model.parameters()).device)
@@ -548,18 +557,20 @@ def shard_model(model: Any, ranks: Ranks, whole_output: bool = False) -> Any:
     return part.eval().requires_grad_(False)
 
 
-def _plan_shard(cls: Any, config: Any, shard: Shard) -> tuple[Any, Any, Cuts]:
+def _plan_shard(cls: Any, config: Any, shard: Shard, expert_parallel: bool = False) -> tuple[Any, Any, Cuts]:
     """Return the whole model and the part of a rank, both without data, and how weights are cut. Raises ModelError if
     the model cannot be divided."""
     whole = _meta_model(cls, config)
     reason = _reason_against_sharding(config, whole)
     if reason is not None:
         raise ModelError(f"{cls.__name__}: {reason}")
-    part = _meta_model(cls, shard_config(config, shard.count))
+    part, probed = (_meta_model(cls, shard_config(config, shard.count)) for _ in range(2))
+    if expert_parallel:
+        for each in (part, probed):
+            divide_experts(each, whole, shard)
     specs = [model_spec(each.config.to_dict()).layers for each in (whole, part)]
     check_pages(specs[0], specs[1], shard.count, config.model_type)
     cuts = find_cuts(whole, part, shard)
-    probed = _meta_model(cls, part.config)
     prepare(probed)
     try:
         examine(probed, lambda: specs[1])
@@ -571,12 +582,29 @@ def _plan_shard(cls: Any, config: Any, shard: Shard) -> tuple[Any, Any, Cuts]:
     return whole, part, cuts
 
 
-def sharding_refusal(config: Any, count: int) -> str | None:
-    """Return the reason why a model cannot be divided between `count` ranks, or None. Runs the code of the model
-    without weights."""
+@contextmanager
+def _building_experts(cls: Any, whole: Any, shard: Shard) -> Iterator[None]:
+    """In this context, each model of class `cls` that transformers builds has the experts of one rank. Not safe while
+    another thread builds a model."""
+    original = cls.__init__
+
+    def build(self: Any, *given: Any, **named: Any) -> None:
+        original(self, *given, **named)
+        divide_experts(self, whole, shard)
+
+    cls.__init__ = build
+    try:
+        yield
+    finally:
+        cls.__init__ = original
+
+
+def sharding_refusal(config: Any, count: int, expert_parallel: bool = False) -> str | None:
+    """Return the reason why a model cannot be divided between `count` ranks, or None. With `expert_parallel`, the ranks
+    divide the experts by number. Runs the code of the model without weights."""
     cls, own = language_model_class(config)
     try:
-        _plan_shard(cls, own, Shard(0, count))
+        _plan_shard(cls, own, Shard(0, count), expert_parallel)
     except ModelError as error:
         return str(error)
     return None
