@@ -328,6 +328,60 @@ def test_what_cannot_be_a_model_is_refused(tmp_path: Path) -> None:
         load(name, load_format="gguf")  # type: ignore[arg-type]
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_of_a_checkpoint_is_never_run(file: str, tmp_path: Path) -> None:
+    """The model type is known, so the checkpoint loads, with the code of transformers."""
+    name = saved(tiny("llama"), tmp_path)
+    names = {
+        "AutoConfig": "code.Own",
+        "AutoModelForCausalLM": "code.Own",
+        "AutoTokenizer": ["code.Own", None],
+    }
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
+    if file == "config.json":
+        changed(tmp_path, auto_map=names)
+        model, _ = load(name, "float32", "cpu")
+        assert type(model) is transformers.LlamaForCausalLM
+    else:
+        (tmp_path / file).write_text(json.dumps({"auto_map": names, "tokenizer_class": "Own"}))
+        with pytest.raises(ModelError, match="tokenizer cannot be read"):
+            load(name, "float32", "cpu")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_progress_counts_all_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = saved(tiny("qwen3_moe"), tmp_path, max_shard_size="20KB")
+    steps: list[list[int]] = []
+
+    class Bars:
+        def __init__(self, console: Any, transient: bool) -> None:
+            assert console.stderr
+            assert transient
+
+        def __enter__(self) -> Bars:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def add_task(self, _: str, total: int) -> int:
+            steps.append([total, 0])
+            return len(steps) - 1
+
+        def advance(self, task: int, count: int) -> None:
+            steps[task][1] += count
+
+    monkeypatch.setattr("rich.progress.Progress", Bars)
+    model, _ = load(name, "float32", "cpu", progress=True)
+    assert steps
+    assert all(done == total for total, done in steps)
+    assert max(total for total, _ in steps) == len(model.state_dict())
+    count = len(steps)
+    load(name, "float32", "cpu")
+    assert len(steps) == count
+
+
 def test_a_tokenizer_that_is_there_must_be_readable(tmp_path: Path) -> None:
     name = saved(tiny("llama"), tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
