@@ -119,7 +119,7 @@ LOADS: dict[str, tuple[dict[str, Any], str, str, int]] = {
     "experts, another dtype": (ROUTED, "float32", "cpu", 1),
     "an encoder and a decoder": (ENCODER, "float32", "cpu", 1),
     "a rank": (DENSE, "bfloat16", "cpu", 2),
-    "a rank with experts": (ROUTED, "float32", "cpu", 2),
+    "a rank with experts": (ROUTED, "bfloat16", "cpu", 2),
     "another device": (DENSE, "float32", "meta", 1),  # it takes weights like a GPU, and keeps none
     "experts on another device": (ROUTED, "float32", "meta", 1),
 }

@@ -192,7 +192,7 @@ def reading_in_chunks(rank: RankWeights | None = None) -> Iterator[None]:
                 if expert == 0:
                     joined[name] = _empty((count, *part.shape[1:]), part.dtype, part.device)
                 joined[name][expert] = part[0]
-                trimmer.count([part])
+                trimmer.count([found])
         return joined
 
     def place_cut(model: Any, name: str, weight: torch.Tensor, *rest: Any) -> Any:
