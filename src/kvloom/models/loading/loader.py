@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -46,6 +44,7 @@ from kvloom.models.vision import AUDIO_FAMILIES, VISION_FAMILIES
 
 from .probe import examine
 from .quantisation import check_packages, prepare_quantisation, quantisation_method
+from .weight_reader import RankWeights, reading_in_chunks
 
 __all__ = [
     "BUILDING",
@@ -66,7 +65,6 @@ __all__ = [
 LoadFormat = Literal["auto", "random"]
 STD = 0.02
 _CHUNK = 1 << 22
-_ALIGNMENT = 64
 TEXT_NAMES = {
     r"^(model\.)?language_model\.(model\.)?(?!lm_head)": "model.",
     r"^(model\.)?language_model\.lm_head": "lm_head",
@@ -422,7 +420,10 @@ def _check_files(model: str) -> None:
             raise ModelError(f"{folder / shard} cannot be read: {error}") from error
 
 
-def _weights(model: str, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+def _weights(
+    model: str, config: Any, dtype: torch.dtype, device: torch.device, rank: RankWeights | None = None
+) -> Any:
+    """Return a model with the weights of a checkpoint. With `rank`, `config` is that of the rank's model."""
     from transformers.utils import is_accelerate_available
 
     cls, own = language_model_class(config)
@@ -433,7 +434,7 @@ def _weights(model: str, config: Any, dtype: torch.dtype, device: torch.device) 
     if _has_other_parts(model, config):
         place["key_mapping"] = TEXT_NAMES
     try:
-        with _reading_by_tensor():
+        with reading_in_chunks(rank):
             loaded, info = cls.from_pretrained(
                 **_source(model), config=own, dtype=dtype, output_loading_info=True, **place
             )
@@ -462,51 +463,6 @@ def _source(model: str) -> dict[str, Any]:
     return {"pretrained_model_name_or_path": model, "use_safetensors": True}
 
 
-@contextmanager
-def _reading_by_tensor() -> Iterator[None]:
-    """In this context, transformers reads one tensor of a safetensors file at a time, in up to four threads. At most
-    four tensors are in host memory in addition to those of the model. Without this context, transformers would map all
-    files into memory until the last weight is loaded. A tensor whose dtype changes is converted by `_converted`."""
-    from safetensors import safe_open
-    from transformers import core_model_loading, modeling_utils
-
-    def opened(file: str, framework: str, device: str = "cpu", **options: Any) -> Any:
-        try:
-            return safe_open(file, framework=framework, device=device, backend="pread")
-        except TypeError:  # safetensors before 0.8 can only map a file
-            return safe_open(file, framework=framework, device=device, **options)
-
-    def materialize(part: Any, device: Any = None, dtype: torch.dtype | None = None) -> torch.Tensor:
-        tensor: torch.Tensor = part[...]
-        if device is not None and torch.device(device).type != "cpu":
-            return tensor.to(device=device, dtype=dtype)
-        return _converted(tensor, dtype)
-
-    with ExitStack() as stack:
-        for module, name, replacement in (
-            (modeling_utils, "safe_open", opened),
-            (core_model_loading, "_materialize_copy", materialize),
-        ):
-            own = getattr(module, name, None)
-            if own is not None:  # None in versions of transformers that read files in another way
-                setattr(module, name, replacement)
-                stack.callback(setattr, module, name, own)
-        yield
-
-
-def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return a CPU tensor in another dtype, in memory that numpy allocates. Torch's allocator may round each tensor up
-    to whole huge pages, so that a model needs up to a third more memory.
-    """
-    if dtype is None or tensor.dtype == dtype:
-        return tensor
-    size = tensor.numel() * dtype.itemsize
-    memory = np.empty(size + _ALIGNMENT, dtype=np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    target = torch.from_numpy(memory[start : start + size]).view(dtype).view(tensor.shape)
-    return target.copy_(tensor)
-
-
 def _shard(
     model: str,
     config: Any,
@@ -527,11 +483,8 @@ def _shard(
     cls, own = language_model_class(config)
     whole, part, cuts = _plan_shard(cls, own, ranks.shard, expert_parallel)
     known = WholeModel(whole.config)
-    with ExitStack() as stack:
-        stack.enter_context(_cut_weights(cuts, known))
-        if expert_parallel:
-            stack.enter_context(_building_experts(cls, whole, ranks.shard))
-        loaded = _weights(model, part.config, dtype, device)
+    with _building_experts(cls, whole, ranks.shard) if expert_parallel else nullcontext():
+        loaded = _weights(model, part.config, dtype, device, RankWeights(cuts, known))
     set_whole(loaded, known)
     install_collectives(loaded, whole, cuts, ranks, whole_output)
     return loaded
@@ -646,32 +599,6 @@ def _check_context(model: Any) -> None:
         reason = refused("context parallel, encoder-decoder", model=type(model).__name__)
     if reason is not None:
         raise ModelError(f"{type(model).__name__}: {reason}")
-
-
-@contextmanager
-def _cut_weights(cuts: Cuts, whole: WholeModel) -> Iterator[None]:
-    """In this context, transformers cuts each weight after reading it, and the weight is recorded in `whole`. It reads
-    one weight after the other, so that at most one whole weight is in memory. Not safe while another thread loads a
-    model."""
-    from transformers import core_model_loading
-
-    original, variable = core_model_loading.set_param_for_module, "HF_DEACTIVATE_ASYNC_LOAD"
-    before = os.environ.get(variable)
-
-    def set_cut(model: Any, name: str, weight: torch.Tensor, *rest: Any) -> Any:
-        whole.record(name, weight)
-        return original(model, name, cuts.cut(name, weight), *rest)
-
-    core_model_loading.set_param_for_module = set_cut
-    os.environ[variable] = "1"
-    try:
-        yield
-    finally:
-        core_model_loading.set_param_for_module = original
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
 
 
 def _random(config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
