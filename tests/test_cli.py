@@ -178,6 +178,11 @@ def test_bad_input_is_named_and_exits_with_two(
             "--contxt 5 is not a known argument; did you mean --context?",
         ),
         (["plan", "--context"], "--context: expected one argument"),
+        (
+            ["serve", "m", "--pipeline-parallel", "2"],
+            "the ranks would compute one after the other: set tensor",
+        ),
+        (["generate", "m", "--pp-size=2"], "kvloom does not divide a model by layers"),
         (["replay"], "TRACE must be given (see `kvloom replay --help`)"),
         (["serve", "--port", "99999"], "--port: 99999 is out of range; it must be 0 to 65,535"),
         (["serve", "--pool", "lots"], "--pool: size 'lots' is not understood"),

@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 
+from kvloom.core import Entry
+from kvloom.engine import Request, SamplingParams
+
 ROOT = Path(__file__).parent.parent
 NAMES = [
     (module, name)
@@ -86,3 +89,16 @@ def test_the_package_is_marked_as_typed() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert "py.typed" in settings["tool"]["setuptools"]["package-data"]["kvloom"]
     assert (ROOT / "src/kvloom/py.typed").exists()
+
+
+def test_deprecated_names_work_and_state_their_replacement() -> None:
+    request = Request(7, (3, 4), SamplingParams(max_tokens=1), priority=2)
+    with pytest.warns(DeprecationWarning, match=r"use Request\.sort_key"):
+        assert request.rank == request.sort_key == (-2, 7)
+
+    class Kept:
+        def retention_priority(self, now: float) -> int:
+            return int(now)
+
+    with pytest.warns(DeprecationWarning, match=r"use Entry\.retention_priority"):
+        assert Entry.rank(Kept(), 5.0) == 5  # type: ignore[arg-type]

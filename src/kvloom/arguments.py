@@ -14,9 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
+from kvloom.combinations import refused
 from kvloom.core import parse_size
 
 __all__ = [
@@ -51,6 +53,8 @@ THREADS = "CPU threads for the model (default: $KVLOOM_THREADS, $OMP_NUM_THREADS
 MAX_NUMBER = 10**12
 DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 BAD_INPUT = 2
+PIPELINES = ("--pipeline-parallel", "--pipeline-parallel-size", "--pp-size", "--pp")
+"""Arguments of other engines that divide a model by layers. Their error states the reason why kvloom has none."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -63,8 +67,11 @@ class Parser(argparse.ArgumentParser):
             text = f"{choice[1]}{choice[2]} is not one of {choice[3].replace(chr(39), '')}"
         unknown = re.fullmatch(r"unrecognized arguments: (.*)", text)
         if unknown is not None:
+            given = unknown[1].split()[0].partition("=")[0]
+            if given in PIPELINES:
+                self.exit(BAD_INPUT, f"{self.prog}: {refused('pipeline parallel')}\n")
             flags = [flag for action in self._actions for flag in action.option_strings]
-            close = difflib.get_close_matches(unknown[1].split()[0].partition("=")[0], flags, n=1)
+            close = difflib.get_close_matches(given, flags, n=1)
             text = f"{unknown[1]} is not a known argument" + (f"; did you mean {close[0]}?" if close else "")
         self.exit(BAD_INPUT, f"{self.prog}: {text} (see `{self.prog} --help`)\n")
 
@@ -147,12 +154,13 @@ def server(text: str) -> str:
 
 
 def interpreter(text: str) -> str:
-    """An argparse type for a Python interpreter."""
-    if shutil.which(text) is None:
+    """An argparse type for a Python interpreter. Returns an absolute path, which is valid in every working directory."""
+    found = shutil.which(text)
+    if found is None:
         raise argparse.ArgumentTypeError(
             f"no interpreter {text!r}; use the path of a python, such as PEERS/bin/python"
         )
-    return text
+    return str(Path(found).absolute())  # not resolved: the link in a virtual environment selects its packages
 
 
 def device(text: str) -> str:

@@ -421,6 +421,27 @@ REFUSED = {
         "batch_invariant",
         "tensor_parallel {count}: the order of sums between ranks depends on the size of a batch: turn batch_invariant off",
     ),
+    "pipeline parallel": Refused(
+        "engine",
+        "pipeline_parallel",
+        "every model",
+        "pipeline_parallel: kvloom does not divide a model by layers, because the ranks would compute one after the other: "
+        "set tensor_parallel (--tensor-parallel), which divides every layer",
+    ),
+    "expert parallel, one rank": Refused(
+        "engine",
+        "expert_parallel",
+        "one rank",
+        "expert_parallel divides experts between the ranks of tensor_parallel, and there is one rank: set tensor_parallel "
+        "(--tensor-parallel) to 2 or more",
+    ),
+    "expert parallel, experts": Refused(
+        "engine",
+        "expert_parallel",
+        "a model without experts, or with experts that cannot skip tokens",
+        "expert_parallel: {model} has no experts that can skip the tokens of other ranks: turn expert_parallel"
+        " (--expert-parallel) off",
+    ),
     "context parallel, small pages": Refused(
         "engine",
         "context_parallel",

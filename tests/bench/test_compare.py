@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import xml.etree.ElementTree as ET
+from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvloom.arguments import interpreter
 from kvloom.bench import compare
 from kvloom.bench.chart import Bar, bar_chart
 from kvloom.bench.compare import (
@@ -74,6 +76,19 @@ def test_missing_peers_are_listed_with_the_way_to_install_them() -> None:
     assert "hf" in found
     assert found.keys() | missing.keys() == PEERS.keys()
     assert all("make" in line or "pip" in line for line in missing.values())
+
+
+def test_an_interpreter_may_be_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers are looked for in another working directory."""
+    (tmp_path / "bin").mkdir()
+    link = tmp_path / "bin" / "python"
+    link.symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    assert interpreter("bin/python") == str(link)
+    found, missing = find_peers({"hf": interpreter("bin/python")})
+    assert "hf" in found.keys() | missing.keys()
+    with pytest.raises(ArgumentTypeError, match="no interpreter 'bin/nothing'"):
+        interpreter("bin/nothing")
 
 
 def test_the_chart_is_valid_and_readable_without_seeing_it() -> None:

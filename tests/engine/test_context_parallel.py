@@ -264,40 +264,6 @@ def test_static_scales_give_the_tokens_of_one_rank(
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("family", "ahead", "tiers"),
-    [
-        ("llama", False, False),
-        ("llama", True, True),
-        ("bamba", True, False),
-        ("gemma3_text", False, True),
-        ("deepseek_v3", True, True),
-    ],
-)
-def test_a_draft_model_on_rank_0_gives_the_tokens_of_one_rank(
-    family: str, ahead: bool, tiers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The draft is the target itself, or another model. A second engine loads the pages of both models from disk."""
-    monkeypatch.setattr(divided_step, "MIN_TOKENS", 8)
-    model, prompts = made(family), prompts_of(5, (40, 33, 50))
-    wanted = expected(model, prompts)
-    made("llama").save_pretrained(tmp_path / "draft")
-    settings: dict[str, Any] = {"speculate": f"draft={tmp_path / 'draft'}", "draft_tokens": 3, "ahead": ahead}
-    if tiers:
-        settings |= {"tiers": ["host:4MiB", f"disk:{tmp_path / 'tier'}:64MiB"], "offload": PATIENT}
-    for round_ in range(2):
-        with ranks(model, 2, **settings) as engine:
-            assert {group.parts for group in engine.layout.groups if group.spec.lifetime == "draft"} == {1}
-            requests = [engine.add(prompt, GREEDY) for prompt in prompts]
-            engine.run()
-            assert [request.tokens for request in requests] == wanted
-            if tiers and round_:
-                assert sum(request.cached_tokens or 0 for request in requests) > 0
-            if family == "llama":  # with wrong pages from disk, the draft model would guess wrongly
-                assert all(request.accepted_tokens == request.draft_tokens > 0 for request in requests)
-
-
-@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
 def test_a_context_that_does_not_fit_the_pool_of_one_rank_runs_on_two(family: str) -> None:
     (prompt,) = prompts_of(7, (900,))
@@ -313,27 +279,6 @@ def test_a_context_that_does_not_fit_the_pool_of_one_rank_runs_on_two(family: st
     with ranks(model(), 2, pool, token_budget=64) as engine:
         assert engine.layout.slab_bytes_for(length) <= pool < whole
         assert generate(engine, [prompt]) == expected(model(), [prompt])
-
-
-def test_hits_forks_and_preemption_give_the_tokens_of_one_rank() -> None:
-    """A pool of few pages preempts; samples fork the prompt; a second round hits the prefix cache."""
-    prompts = prompts_of(6, (40, 40, 41))
-    several = SamplingParams(max_tokens=30, temperature=1.0, n=2, seed=7, ignore_eos=True)
-    slab = make_engine(made("llama"), POOL).layout.slab_bytes
-    found = []
-    for count in (1, 2):
-        config = {"token_budget": 16, "max_running": 8}
-        if count == 1:
-            engine = make_engine(made("llama"), 20 * slab, **config)
-        else:
-            engine = context_engine(made("llama"), 2, pool_bytes=10 * slab, **config)
-        first = generate(engine, prompts, several)
-        again = [engine.add(prompt, several) for prompt in prompts]
-        engine.run()
-        assert any(request.cached_tokens for request in again)
-        found.append((first, [list(sample.tokens) for request in again for sample in request.family]))
-        engine.close()
-    assert found[0] == found[1]
 
 
 def test_a_rank_stores_its_part_of_full_attention_and_all_windows_and_states() -> None:

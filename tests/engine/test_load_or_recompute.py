@@ -1,5 +1,5 @@
-"""An engine computes a prompt's head while its tail comes from a tier that gives what a test lets it, on a clock of the test's:
-which tokens are computed, for how long it waits, and that every token is right."""
+"""An engine computes the start of a prompt while a tier loads its end. The test controls the tier and the clock. Checked
+are the computed tokens, the waits, and that every token is right."""
 
 from __future__ import annotations
 

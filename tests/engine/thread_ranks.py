@@ -77,7 +77,9 @@ class ThreadRanks:
         if ranks.weights is None:
             model = copy.deepcopy(self._model)
         else:
-            model = shard_model(self._model, ranks.weights, whole_output=bool(self._config.head))
+            model = shard_model(
+                self._model, ranks.weights, bool(self._config.head), self._config.expert_parallel
+            )
         if ranks.context is not None:
             divide_context(model, ranks, whole_output=bool(self._config.head))
         set_ranks(model, ranks)

@@ -51,14 +51,14 @@ def with_layers(model: Any, quantise: Callable[[torch.Tensor], Tensors]) -> Tens
     return tensors
 
 
-def fp8(folder: Path) -> str:
+def fp8(folder: Path, **fields: Any) -> str:
     def quantise(weight: torch.Tensor) -> Tensors:
         blocks = weight.unflatten(1, (-1, GROUP)).unflatten(0, (-1, GROUP))
         scale = blocks.abs().amax((1, 3)) / 448
         scaled = (blocks / scale[:, None, :, None]).reshape(weight.shape)
         return {"weight": scaled.to(torch.float8_e4m3fn), "weight_scale_inv": scale}
 
-    model = dense_model(torch.bfloat16)
+    model = dense_model(torch.bfloat16, **fields)
     method = {"quant_method": "fp8", "weight_block_size": [GROUP, GROUP], "activation_scheme": "dynamic"}
     return write(model, folder, with_layers(model, quantise), method)
 
@@ -179,6 +179,58 @@ def awq(folder: Path) -> str:
     model = dense_model(torch.float16)
     method = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
     return write(model, folder, with_layers(model, quantise), method)
+
+
+def integers(folder: Path, form: str, family: str = "llama") -> tuple[str, Any]:
+    """A GPTQ or AWQ checkpoint of random numbers, zeros and scales, and the model of their products."""
+    bits, is_awq = (8 if form.endswith("8 bits") else 4), form == "awq"
+    per_int, draw = 32 // bits, torch.Generator().manual_seed(1)
+    sizes = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    model = dense_model(torch.float32, family, **(sizes if family == "qwen3_moe" else {}))
+
+    def pack(numbers: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(len(numbers), numbers.shape[1] // per_int, dtype=torch.int64)
+        for place in range(per_int):
+            source = [0, 2, 4, 6, 1, 3, 5, 7][place] if is_awq else place
+            total |= numbers[:, source::per_int] << (bits * place)
+        return torch.where(total >= 1 << 31, total - (1 << 32), total).to(torch.int32)
+
+    def quantise(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        outputs, inputs = weight.shape
+        group = torch.arange(inputs) // GROUP
+        if form == "gptq in another order":
+            group = group[torch.randperm(inputs, generator=draw)]
+        numbers = torch.randint(2**bits, (inputs, outputs), generator=draw)
+        zeros = torch.randint(1, 2**bits, (inputs // GROUP, outputs), generator=draw)
+        scales = (torch.rand(zeros.shape, generator=draw) * (0.5 / 2**bits)).half()
+        qweight = pack(numbers) if is_awq else pack(numbers.T.contiguous()).T
+        qzeros = pack(zeros if is_awq or form == "gptq_v2" else zeros - 1)
+        made = {"qweight": qweight, "qzeros": qzeros, "scales": scales}
+        if not is_awq:
+            made["g_idx"] = group.to(torch.int32)
+        return made, ((numbers - zeros[group]) * scales.float()[group]).T
+
+    tensors: Tensors = {}
+    with torch.no_grad():
+        for name, weight in model.state_dict().items():
+            stem = name.removesuffix(".weight")
+            if weight.dim() == 3:  # experts: the gate and the up-projection are stored apart
+                for expert, each in enumerate(weight):
+                    parts = {"gate_proj": each[: len(each) // 2], "up_proj": each[len(each) // 2 :]}
+                    for part, matrix in parts.items() if "gate_up" in name else [("down_proj", each)]:
+                        made, product = quantise(matrix)
+                        matrix.copy_(product)
+                        path = f"{stem.rpartition('.')[0]}.{expert}.{part}"
+                        tensors.update({f"{path}.{key}": one for key, one in made.items()})
+            elif weight.dim() == 2 and stem.endswith("_proj"):
+                made, product = quantise(weight)
+                weight.copy_(product)
+                tensors.update({f"{stem}.{key}": one for key, one in made.items()})
+            else:
+                tensors[name] = weight
+    method = {"quant_method": "awq" if is_awq else "gptq", "bits": bits, "group_size": GROUP}
+    method |= {"version": "gemm"} if is_awq else {"checkpoint_format": "gptq_v2" if "v2" in form else "gptq"}
+    return write(model, folder, tensors, method), model
 
 
 def saved_by_transformers(folder: Path, quantisation: Any, family: str = "llama", **fields: Any) -> str:

@@ -119,6 +119,34 @@ def test_tokens_are_generates_whole_in_chunks_and_from_disk(family: str, tmp_pat
     same(make_engine(model, POOL, token_budget=9))
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "mimo_v2_flash"])
+def test_attention_sinks_of_each_head_are_those_of_the_model(family: str) -> None:
+    model = lively(family)
+    prompts = prompts_of(1, (5, 40, 29))
+    _, without = reference(model, prompts)
+    sinks = [weight for name, weight in model.named_parameters() if "sink" in name]
+    assert sinks
+    for weight in sinks:
+        weight.data = torch.linspace(-1, 4, weight.numel()).view(weight.shape)
+    wanted, logprobs = reference(model, prompts)
+    assert (logprobs - without).abs().max() > 0.01
+    for budget in (64, 9):
+        tokens, _, found = tokens_of(make_engine(model, POOL, token_budget=budget), prompts, logprobs=True)
+        assert tokens == wanted
+        torch.testing.assert_close(found, logprobs, rtol=0, atol=1e-3)
+
+
+def test_openai_gpt_keeps_its_own_attention_for_other_callers() -> None:
+    """kvloom's attention with a cache is installed only while it computes."""
+    model = lively("openai-gpt")
+    prompts = prompts_of(1, (5, 40))
+    wanted, _ = reference(model, prompts)
+    engine = make_engine(model, POOL)
+    tokens_of(engine, prompts)
+    assert not any("_attn" in vars(block.attn) for block in model.transformer.h)
+    assert tokens_of(engine, prompts)[0] == wanted
+
+
 @pytest.mark.skipif(IS_OLDER, reason="the rows are those of transformers 5.22")
 def test_every_family_of_transformers_has_a_row() -> None:
     of_rows = {row["model_type"] for row in EVERY.values()}

@@ -15,9 +15,11 @@ import transformers
 from kvloom.engine import SamplingParams
 from kvloom.models.loading import choose_device, load, refusal, transformers_config
 from kvloom.models.paged.family_exceptions import fix_rope_frequencies
+from kvloom.models.sharding import WholeModel
 from kvloom.models.specs import ModelError
 from tests.engines import make_engine
 
+from .quantised import fp8
 from .tiny import SIZES, TINY
 from .zoo import Runner, config_of, expected, prompts_of, tiny
 
@@ -75,44 +77,119 @@ def test_files_of_weights_are_not_mapped_into_memory(tmp_path: Path) -> None:
 MEASURE = """
 import json, sys
 from pathlib import Path
+from types import SimpleNamespace
 from kvloom.models.loading import load
+from kvloom.models.sharding import RankGroups, Shard
 
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
-small, large, dtype = sys.argv[1:]
-load(small, dtype, "cpu")  # imports, caches
+small, large, dtype, device, count = sys.argv[1:]
+rank = SimpleNamespace(shard=Shard(0, int(count)))
+groups = RankGroups(rank, rank, None) if int(count) > 1 else None
+load(small, dtype, device, ranks=groups)  # imports, caches
 Path("/proc/self/clear_refs").write_text("5")
 before = peak()
-model, _ = load(large, dtype, "cpu")
-print(json.dumps([peak() - before, sum(one.numel() * one.element_size() for one in model.parameters())]))
+model, _ = load(large, dtype, device, ranks=groups)
+weights = [one.nbytes for one in model.parameters() if one.device.type == "cpu"]
+print(json.dumps([peak() - before, sum(weights)]))
 """
-"""Prints the largest growth of memory during a load, and the size of the model, in bytes."""
+"""Prints the largest growth of memory during a load, and the size of the model on the CPU, in bytes."""
+WIDE = {"hidden_size": 512, "vocab_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 8}
+DENSE = {"model_type": "llama", **WIDE, "intermediate_size": 1400, "num_hidden_layers": 8}
+ROUTED = {
+    "model_type": "qwen3_moe", **WIDE, "num_hidden_layers": 4, "num_experts": 32, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 352, "head_dim": 64,
+}  # fmt: skip
+ENCODER = {
+    "model_type": "t5",
+    "d_model": 512,
+    "d_ff": 1408,
+    "num_layers": 6,
+    "num_heads": 8,
+    "vocab_size": 4096,
+}
+LOADS: dict[str, tuple[dict[str, Any], str, str, int]] = {
+    "same dtype": (DENSE, "bfloat16", "cpu", 1),
+    "another dtype": (DENSE, "float32", "cpu", 1),
+    "tied weights": ({**DENSE, "vocab_size": 8192, "tie_word_embeddings": True}, "float32", "cpu", 1),
+    "tensors as large as a shard": ({**DENSE, "intermediate_size": 12000}, "float32", "cpu", 1),
+    "experts": (ROUTED, "bfloat16", "cpu", 1),
+    "experts, another dtype": (ROUTED, "float32", "cpu", 1),
+    "an encoder and a decoder": (ENCODER, "float32", "cpu", 1),
+    "a rank": (DENSE, "bfloat16", "cpu", 2),
+    "a rank with experts": (ROUTED, "bfloat16", "cpu", 2),
+    "another device": (DENSE, "float32", "meta", 1),  # it takes weights like a GPU, and keeps none
+    "experts on another device": (ROUTED, "float32", "meta", 1),
+}
+"""Config, dtype, device and number of ranks of a load."""
+
+
+def loaded_bytes(small: str, large: str, dtype: str, device: str, ranks: int) -> tuple[int, int]:
+    """The growth of memory, and the size of the model. A process of its own measures, because memory that earlier tests
+    freed would change the result."""
+    if not Path("/proc/self/clear_refs").is_file():
+        pytest.skip("no /proc: the peak of memory is not known")
+    command = [sys.executable, "-c", MEASURE, small, large, dtype, device, str(ranks)]
+    grown, model = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    return grown, model
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_loading_needs_little_memory_beside_the_model(dtype: str, tmp_path: Path) -> None:
-    """The model has 112 MB in float32. Torch's allocator alone may add 10 % to this, more than the largest shard. A
-    process of its own measures, because memory that earlier tests freed would change the result."""
-    if not Path("/proc/self/clear_refs").is_file():
-        pytest.skip("no /proc: the peak of memory is not known")
-    sizes = {"hidden_size": 512, "intermediate_size": 1400, "num_hidden_layers": 8, "vocab_size": 2048}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=8)
-    made = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
-    large = saved(made, tmp_path / "large", max_shard_size="8MB")
-    small = saved(tiny("llama").to(torch.bfloat16), tmp_path / "small")
-    command = [sys.executable, "-c", MEASURE, small, large, dtype]
-    grown, model = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+@pytest.mark.parametrize("name", LOADS)
+def test_loading_needs_little_memory_beside_the_model(name: str, tmp_path: Path) -> None:
+    fields, dtype, device, ranks = LOADS[name]
+    config = transformers.AutoConfig.for_model(**fields)
+    is_encoder = config.is_encoder_decoder
+    auto = transformers.AutoModelForSeq2SeqLM if is_encoder else transformers.AutoModelForCausalLM
+    made = auto.from_config(config, dtype=torch.bfloat16)
+    large = saved(made, tmp_path / "large", max_shard_size="12MB")
+    thin = {"d_model": 64, "d_ff": 64} if is_encoder else {"hidden_size": 64, "head_dim": 8}
+    short = {**fields, **thin, ("num_layers" if is_encoder else "num_hidden_layers"): 1}
+    small = saved(
+        auto.from_config(transformers.AutoConfig.for_model(**short), dtype=torch.bfloat16), tmp_path / "small"
+    )
+    grown, model = loaded_bytes(small, large, dtype, device, ranks)
     largest = max(file.stat().st_size for file in (tmp_path / "large").glob("*.safetensors"))
     assert grown - model < 1.2 * largest
-    loaded, _ = load(large, dtype, "cpu")
-    wanted = getattr(torch, dtype)
-    assert all(
-        torch.equal(a, b.to(wanted)) for a, b in zip(loaded.parameters(), made.parameters(), strict=True)
-    )
-    assert all(weight.data_ptr() % 64 == 0 for weight in loaded.parameters() if dtype == "float32")
+    if device == "cpu" and ranks == 1:
+        wanted = getattr(torch, dtype)
+        loaded, _ = load(large, dtype, "cpu")
+        weights = dict(loaded.named_parameters())
+        assert all(torch.equal(weights[key], one.to(wanted)) for key, one in made.named_parameters())
+
+
+@pytest.mark.slow
+def test_dequantising_needs_little_memory_beside_the_model(tmp_path: Path) -> None:
+    for name, fields in (
+        ("small", {}),
+        ("large", {**WIDE, "intermediate_size": 1408, "num_hidden_layers": 8}),
+    ):
+        (tmp_path / name).mkdir()
+        fp8(tmp_path / name, **fields)
+    grown, model = loaded_bytes(str(tmp_path / "small"), str(tmp_path / "large"), "bfloat16", "cpu", 1)
+    assert grown - model < 1.2 * (tmp_path / "large" / "model.safetensors").stat().st_size
+
+
+def test_a_rank_that_reads_experts_one_by_one_knows_the_whole_weight() -> None:
+    for count, size in ((3, 5), (8, 64), (128, 6)):
+        weight = torch.randn(count, size, 2)
+        at_once, in_parts = WholeModel(None), WholeModel(None)
+        at_once.record("w", weight)
+        for index in range(count):
+            in_parts.record_part("w", weight[index : index + 1], index, count)
+        assert in_parts.weights["w"][0] == at_once.weights["w"][0]
+        assert torch.equal(in_parts.weights["w"][1], at_once.weights["w"][1])
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = saved(tiny("llama"), tmp_path)
+    monkeypatch.setattr("kvloom.models.loading.weight_reader.os.preadv", lambda *_: 0)
+    with pytest.raises(ModelError, match="ends before its last weight"):
+        load(name, "float32", "cpu")
 
 
 def test_weights_have_the_requested_dtype(tmp_path: Path) -> None:
@@ -249,6 +326,60 @@ def test_what_cannot_be_a_model_is_refused(tmp_path: Path) -> None:
         load(str(tmp_path / "nothing"))
     with pytest.raises(ModelError, match="load format 'gguf'"):
         load(name, load_format="gguf")  # type: ignore[arg-type]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_of_a_checkpoint_is_never_run(file: str, tmp_path: Path) -> None:
+    """The model type is known, so the checkpoint loads, with the code of transformers."""
+    name = saved(tiny("llama"), tmp_path)
+    names = {
+        "AutoConfig": "code.Own",
+        "AutoModelForCausalLM": "code.Own",
+        "AutoTokenizer": ["code.Own", None],
+    }
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
+    if file == "config.json":
+        changed(tmp_path, auto_map=names)
+        model, _ = load(name, "float32", "cpu")
+        assert type(model) is transformers.LlamaForCausalLM
+    else:
+        (tmp_path / file).write_text(json.dumps({"auto_map": names, "tokenizer_class": "Own"}))
+        with pytest.raises(ModelError, match="tokenizer cannot be read"):
+            load(name, "float32", "cpu")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_progress_counts_all_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = saved(tiny("qwen3_moe"), tmp_path, max_shard_size="20KB")
+    steps: list[list[int]] = []
+
+    class Bars:
+        def __init__(self, console: Any, transient: bool) -> None:
+            assert console.stderr
+            assert transient
+
+        def __enter__(self) -> Bars:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def add_task(self, _: str, total: int) -> int:
+            steps.append([total, 0])
+            return len(steps) - 1
+
+        def advance(self, task: int, count: int) -> None:
+            steps[task][1] += count
+
+    monkeypatch.setattr("rich.progress.Progress", Bars)
+    model, _ = load(name, "float32", "cpu", progress=True)
+    assert steps
+    assert all(done == total for total, done in steps)
+    assert max(total for total, _ in steps) == len(model.state_dict())
+    count = len(steps)
+    load(name, "float32", "cpu")
+    assert len(steps) == count
 
 
 def test_a_tokenizer_that_is_there_must_be_readable(tmp_path: Path) -> None:

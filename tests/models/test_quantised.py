@@ -4,6 +4,7 @@ refusals that name the missing package. Tests of a format need its package, and 
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from kvloom.models.lora import AdapterError, AdapterSlots
 from kvloom.models.paged import is_dense, replace_up_projections
 from kvloom.models.specs import ModelError
 
-from .quantised import FORMATS, bitsandbytes_4bit, compressed_int4, dense_model, gguf_file, gptq
+from .quantised import FORMATS, bitsandbytes_4bit, compressed_int4, dense_model, fp8, gguf_file, integers
 from .tiny import MLA
 
 PROMPT = list(range(3, 40))
@@ -82,13 +83,48 @@ def test_mla_reads_the_weights_of_a_compressed_up_projection(tmp_path: Path) -> 
 def test_a_missing_package_is_named_before_weights_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = gptq(tmp_path)
+    path = fp8(tmp_path)
     monkeypatch.setattr("kvloom.models.loading.quantisation.find_spec", lambda _: None)
-    with pytest.raises(
-        ModelError, match=r"quantised \(gptq\).*pip install gptqmodel optimum accelerate"
-    ) as caught:
+    with pytest.raises(ModelError, match=r"quantised \(fp8\).*pip install accelerate") as caught:
         load(path, device="cpu")
     assert path in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("form", ["gptq", "gptq 8 bits", "gptq_v2", "gptq in another order", "awq"])
+def test_packed_integers_are_dequantised_without_their_package(
+    form: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvloom.models.loading.quantisation.find_spec", lambda _: None)
+    path, dense = integers(tmp_path, form, family)
+    loaded = dict(load(path, "float32", "cpu")[0].named_parameters())
+    for name, weight in dense.named_parameters():
+        torch.testing.assert_close(loaded[name], weight, rtol=0, atol=0, msg=name)
+    out = dense.generate(
+        torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert generated(path, dtype="float32") == out[0, len(PROMPT) :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("form", "changes", "reason"),
+    [
+        ("gptq", {"bits": 3}, r"\(gptq\) with bits 3; without the package gptqmodel, bits can be 4 or 8"),
+        ("gptq", {"checkpoint_format": "marlin"}, "with layout 'marlin'.*layout can be gptq or gptq_v2"),
+        ("awq", {"bits": 8}, r"\(awq\) with bits 8.*bits can be 4:"),
+        ("awq", {"version": "gemv"}, "with layout 'gemv'.*layout can be gemm"),
+    ],
+)
+def test_packed_integers_of_unknown_layouts_are_refused(
+    form: str, changes: dict[str, Any], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvloom.models.loading.quantisation.find_spec", lambda _: None)
+    path, _ = integers(tmp_path, form)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=reason):
+        load(path, device="cpu")
 
 
 def test_a_gguf_file_gives_the_tokens_of_transformers(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import os
 import re
 import shutil
 import socket
@@ -32,6 +33,7 @@ DEPLOY = Path(__file__).parent.parent.parent / "deploy"
 UNIT = DEPLOY / "systemd" / "kvloom.service"
 ALERTS = DEPLOY / "prometheus" / "alerts.yml"
 DOCKERFILE = DEPLOY / "docker" / "Dockerfile"
+HADOLINT = Path(os.environ.get("KVLOOM_HADOLINT", DEPLOY.parent / "build" / "hadolint" / "bin" / "hadolint"))
 
 
 def unit() -> configparser.ConfigParser:
@@ -202,6 +204,14 @@ def test_the_image_has_a_pinned_base_a_user_and_a_health_check() -> None:
         assert ("--no-install-recommends" in line and "rm -rf /var/lib/apt/lists/*" in line) or (
             "--no-cache-dir" in line
         ), line
+
+
+@pytest.mark.skipif(
+    not HADOLINT.exists(), reason="no hadolint: `make test-full` installs it in build/hadolint"
+)
+def test_hadolint_accepts_the_dockerfile() -> None:
+    done = subprocess.run([HADOLINT, DOCKERFILE], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
 
 
 @pytest.mark.slow

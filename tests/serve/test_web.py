@@ -71,6 +71,9 @@ def test_the_description_has_the_fields_of_requests(server: Running) -> None:
     assert {"temperature", "tools", "stream"} <= set(fields["properties"])
     assert "logits_processors" not in fields["properties"]  # refused
     assert {"/v1/models/{name}", "/health", "/version", "/tokenize"} <= set(found["paths"])
+    for path, methods in found["paths"].items():
+        for operation in methods.values():
+            assert operation["summary"] != path, "an endpoint without a summary"
     text = json.dumps(found)
     for name in _references(found):
         assert name in found["components"]["schemas"], text

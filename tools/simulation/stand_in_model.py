@@ -190,12 +190,12 @@ class StandInRunner:
         tokens = work.tokens if work.source < 0 else self.chosen[work.source : work.source + 1].numpy()
         values = np.asarray(tokens).astype(np.uint64)
         start, root = sequence.length, _root_of(sequence.root.hash)
-        new = _contributions(values[work.replayed :], root)
+        new = _contributions(values[work.recomputed :], root)
         self.computed_tokens += len(new)
         states = self._run_states(work, values, root) if self._states else None
         with np.errstate(over="ignore"):
-            result = np.zeros(len(new), np.uint64) if states is None else states[work.replayed :].copy()
-            prefix = None if states is None else states[work.replayed :]
+            result = np.zeros(len(new), np.uint64) if states is None else states[work.recomputed :].copy()
+            prefix = None if states is None else states[work.recomputed :]
             for group in self._full:
                 for run in range(group.runs):
                     c, v = self._read(sequence, group, run, 0, start)

@@ -349,9 +349,9 @@ class KVCache:
         self.state.pins.release_expired()
 
     def protect_queued(self, match: Match, turn: tuple[int, int]) -> QueuedPrefix:
-        """Protect the cached prefix of a waiting request until `unprotect`. Among entries with the same rank
-        (`Entry.rank`), protected entries are evicted last. `turn` is the sort key of the request in the waiting queue.
-        Among protected prefixes, the prefix of the request that will run last is evicted first."""
+        """Protect the cached prefix of a waiting request until `unprotect`. Among entries with the same
+        `Entry.retention_priority`, protected entries are evicted last. `turn` is the sort key of the request in the
+        waiting queue. Among protected prefixes, the prefix of the request that will run last is evicted first."""
         return self.state.pins.protect_queued(match, turn)
 
     def unprotect(self, queued: QueuedPrefix) -> None:

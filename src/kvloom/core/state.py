@@ -181,7 +181,8 @@ class CacheState:
             )
 
     def observe_lookup(self, match: Match) -> None:
-        """Add an opened prompt to the measurements of the interval between state snapshots, and apply a new interval."""
+        """Record an opened prompt in `SnapshotInterval`, and apply the interval that it now chooses for state
+        snapshots."""
         interval = self.snapshot_interval
         if interval is None or interval.is_fixed or not match.control.read:
             return

@@ -88,6 +88,8 @@ class EngineConfig:
     tensor_parallel: int = 1
     """Number of ranks that compute the model together. Each rank has a process and a device, a part of the weights,
     and a part of every page. Sizes such as `pool_bytes` hold for each rank."""
+    expert_parallel: bool = False
+    """With `tensor_parallel`: whether each rank has some whole experts of a mixture, instead of a part of every expert."""
     context_parallel: int = 1
     """Number of ranks that divide the context of every sequence. Each rank has a process and the whole weights. In
     full-attention layers it stores `block_tokens / context_parallel` tokens of every block. Sizes such as `pool_bytes`
@@ -319,6 +321,8 @@ class EngineConfig:
         """Raise ValueError for settings that several ranks do not support."""
         count = self.tensor_parallel
         if count == 1:
+            if self.expert_parallel:
+                raise ValueError(refused("expert parallel, one rank"))
             return
         if self.max_pool_bytes is not None:
             raise ValueError(refused("tensor parallel, elastic pool", count=count))
@@ -386,6 +390,8 @@ def engine_config(
     """
     names = [one.name for one in fields(EngineConfig)]
     for name in settings:
+        if name == "pipeline_parallel":
+            raise ValueError(refused("pipeline parallel"))
         if name not in names:
             close = get_close_matches(
                 name, [*names, "load", "hand_over_seconds", "grammar_seconds", "grammar_memory"], n=1

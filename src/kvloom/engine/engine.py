@@ -937,7 +937,8 @@ class Engine:
         embeddings = (
             pool_hidden_states([work[i] for i in pooled], self.runner.hidden_states) if pooled else []
         )
-        logits = logits[:sampled_rows]
+        if len(logits) > sampled_rows:
+            logits = logits[:sampled_rows]
         self.scheduler.step_launched(work)
         requests = [work[i][0] for i in ready]
         if any(request.children and not request.branched for request in requests):
@@ -946,8 +947,9 @@ class Engine:
             forked = [*range(sampled_rows), *(rows_of[row] for row in rows[len(ready) :])]
             logits = logits.index_select(0, to_device(np.array(forked), self.device))
         speculates = any(draft.tokens for draft in drafts)
-        sampled = SampledTokens(torch.empty(0, dtype=torch.int64, device=self.device))
-        if requests:
+        if not requests:
+            sampled = SampledTokens(torch.empty(0, dtype=torch.int64, device=self.device))
+        else:
             rows_to_sample: Many[SamplingRequest] = requests
             counts = [request.sampled_tokens - 1 for request in requests]
             if speculates:

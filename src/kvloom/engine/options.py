@@ -62,6 +62,10 @@ TENSOR_PARALLEL = (
     "compute the model on N ranks, each with its own process and device, 1/N of the weights and 1/N of every page; "
     "--pool is the size on each rank (default: 1; docs/tensor_parallel.md)"
 )
+EXPERT_PARALLEL = (
+    "with --tensor-parallel: each rank has some whole experts of a mixture, instead of a part of every expert "
+    "(docs/tensor_parallel.md)"
+)
 CONTEXT_PARALLEL = (
     "divide the context of every sequence between N processes, each with the whole weights and, in full-attention layers, "
     "1/N of the tokens of every block; --pool is the size on each rank (default: 1; docs/context_parallel.md)"
@@ -101,6 +105,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--load-format", choices=("auto", "random"), default="auto", help=LOAD_FORMAT)
     add("--threads", type=whole(1), metavar="N", help=THREADS)
     add("--tensor-parallel", type=whole(1), default=1, metavar="N", help=TENSOR_PARALLEL)
+    add("--expert-parallel", action="store_true", help=EXPERT_PARALLEL)
     add("--context-parallel", type=whole(1), default=1, metavar="N", help=CONTEXT_PARALLEL)
     add("--rank-backend", choices=("auto", "gloo"), default="auto", help=RANK_BACKEND)
     add("--rank-seconds", type=number(0, above=True), default=60.0, metavar="S", help=RANK_SECONDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -226,8 +227,8 @@ class Request:
     copied: dict[int, int] = field(default_factory=dict)
     is_document: bool = False
     needs_last_token: bool = field(init=False)
-    rank: tuple[int, int] = field(init=False)
-    """Sort key of requests. The request with the smallest rank runs first."""
+    sort_key: tuple[int, int] = field(init=False)
+    """Higher priority first, then earlier arrival. The request with the smallest key runs first."""
     limit: int = field(init=False)
     """Largest number of tokens of prompt and output together."""
     prompt_array: npt.NDArray[np.int32] | None = field(repr=False, default=None)
@@ -235,7 +236,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = unwatched(list(self.prompt))
-        self.rank = -self.priority, self.order
+        self.sort_key = -self.priority, self.order
         self.limit = len(self.prompt) + self.params.max_tokens
         self.needs_last_token = self.params.needs_last_token
         self.top_logprobs = self.params.logprobs or 0
@@ -259,6 +260,16 @@ class Request:
             )
             for i in range(1, self.params.samples)
         ]
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Deprecated name of `sort_key`."""
+        warnings.warn(
+            "Request.rank is deprecated and will be removed in 0.4.0: use Request.sort_key",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.sort_key
 
     @property
     def output(self) -> list[int]:

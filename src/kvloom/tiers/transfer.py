@@ -45,7 +45,7 @@ _DESCRIPTIONS = {
     Outcome.CORRUPT: "the bytes differ from those written",
     Outcome.SHORT: "fewer bytes than written",
     Outcome.VERSION: "written by another version of the format",
-    Outcome.LAYOUT: "the stored head does not match the requested form",
+    Outcome.LAYOUT: "the stored page has another form (byte layout) than the requested one",
     Outcome.LOCKED: "sealed with another key, modified since, or the tenant has no key here",
     Outcome.UNTRUSTED: "a plain page in a tier with keys, which accepts sealed pages only",
 }

@@ -4,8 +4,8 @@ The service of a tenant is the number of its admitted prompt tokens and of its g
 service of a tenant is raised to the smallest service of the other tenants, so idle time gives no advantage. While
 workers can take requests, no request waits.
 
-A tenant that has fewer running requests than its share of the places does not wait for the long answers of another
-tenant: its requests are sent at once, and the workers divide their steps between the tenants.
+If a tenant has fewer running requests than its share of the places, its requests are sent at once. Such requests do not
+wait for the long answers of another tenant. The workers divide their steps between the tenants.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class FairQueue:
     """Admits requests. At most `places` requests run at the same time on all workers, and up to twice as many with
     those of tenants below their share. The caller calls `resize` when a worker is added or removed.
 
-    At most `limit` requests wait. A tenant with waiting requests may add more only while it has at most PRESSURE times
-    as many as the queue still has free, so the queue always has a place for a new tenant.
+    At most `limit` requests wait. A tenant with waiting requests may add more only while their number is at
+    most PRESSURE times the number of free places in the queue. The queue therefore always has a place for a new tenant.
     """
 
     def __init__(self, places: int, limit: int = 10_000) -> None:

@@ -7,6 +7,7 @@ entry's priority when the entry is queued, and again before it is evicted.
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,8 +31,8 @@ __all__ = [
 
 
 FIRST = -(1 << 31)
-"""Rank of entries at whose end no prompt can resume, and of entries of ended sessions. FIRST is below any priority that
-a request sets."""
+"""Retention priority of entries at whose end no prompt can resume, and of entries of ended sessions. FIRST is below any
+priority that a request sets."""
 
 
 class ReuseHistory:
@@ -100,15 +101,24 @@ class Entry(ABC):
     def bytes(self) -> int:
         """Number of bytes that an eviction frees."""
 
-    def rank(self, now: float) -> int:
-        """Return the first part of the entry's sort key in the eviction queue. The rank is FIRST if no prompt can
-        resume at the end of the entry, or if its session has ended. Otherwise the rank is the priority that a request
-        set, or 0 after this priority has expired."""
+    def retention_priority(self, now: float) -> int:
+        """Return the first part of the entry's sort key in the eviction queue. The retention priority is FIRST if no
+        prompt can resume at the end of the entry, or if the session of the entry has ended. Otherwise it is the
+        priority that a request set for these tokens, or 0 after this priority has expired."""
         if self.useless or self.ended:
             return FIRST
         if self.expires is not None and now >= self.expires:
             return 0
         return self.priority
+
+    def rank(self, now: float) -> int:
+        """Deprecated name of `retention_priority`."""
+        warnings.warn(
+            "Entry.rank is deprecated and will be removed in 0.4.0: use Entry.retention_priority",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.retention_priority(now)
 
 
 class Policy(Protocol):

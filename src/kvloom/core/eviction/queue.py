@@ -2,8 +2,9 @@
 computes its key again.
 
 Unneeded window pages are evicted first, in the order of their age. A window page is unneeded if no checkpoint needs it
-and it is not in use. The entries follow, ordered by rank (`Entry.rank`) and then by the policy's priority. Within a
-rank, entries that waiting requests will hit come last. The queue only chooses the next entry, and evicts nothing.
+and it is not in use. The entries follow, ordered by retention priority (`Entry.retention_priority`), and then by the
+policy's priority. Within a retention priority, entries that waiting requests will hit come last. The queue only chooses
+the next entry, and evicts nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class EvictionQueue(Generic[E]):
         self.policy = policy
         self.learner = policy if isinstance(policy, LearningPolicy) else None
         self.unneeded: deque[tuple[E, int]] = deque()
-        # (rank, priority, number, entry) as a flat tuple, because comparing nested tuples takes twice as
+        # (retention priority, priority, number, entry) as a flat tuple, because comparing nested tuples takes twice as
         # long.
         self._heap: list[tuple[int, tuple[float, ...], int, E]] = []
         self._expiring: list[tuple[float, int, E]] = []
@@ -52,27 +53,27 @@ class EvictionQueue(Generic[E]):
         A key can also fall while the entry is queued. The entry then moves when its request priority expires, or at the
         policy's next review.
         """
-        rank, priority = key = self._key(entry, now)
+        retention, priority = key = self._key(entry, now)
         queued = entry.queued
         if queued is None or key < queued:
             if queued is None:
                 self.live += 1
             entry.queued = key
             self._pushed = number = self._pushed + 1
-            heappush(self._heap, (rank, priority, number, entry))
+            heappush(self._heap, (retention, priority, number, entry))
         if self.learner is not None or entry.expires is not None:
             self._schedule_review(entry, now)
 
     def _key(self, entry: E, now: float) -> tuple[int, tuple[float, ...]]:
-        """Return the sort key: the rank of the entry, then the priority of the policy.
+        """Return the sort key: the retention priority of the entry, then the priority of the policy.
 
-        Within a rank, entries that waiting requests will hit come last. Their order depends on the first waiting
-        request that will hit each of them: the entry whose request is scheduled latest is evicted first.
+        Within a retention priority, entries that waiting requests will hit come last. Their order depends on the first
+        waiting request that will hit each of them: the entry whose request is scheduled latest is evicted first.
         """
         if entry.wanted_by:
             urgent, number = entry.wanted_by[0]
-            return entry.rank(now), (INF, INF, -urgent, -number)
-        return entry.rank(now), self.policy.priority(entry, now)
+            return entry.retention_priority(now), (INF, INF, -urgent, -number)
+        return entry.retention_priority(now), self.policy.priority(entry, now)
 
     def _schedule_review(self, entry: E, now: float) -> None:
         """Schedule when to compute the key of `entry` again, if the key can fall with time. The time is the expiry of
@@ -108,9 +109,9 @@ class EvictionQueue(Generic[E]):
             self._expire(now)
         heap = self._heap
         while heap:
-            rank, priority, _, entry = heap[0]
+            retention, priority, _, entry = heap[0]
             queued = entry.queued
-            if queued is None or queued[1] != priority or queued[0] != rank:
+            if queued is None or queued[1] != priority or queued[0] != retention:
                 heappop(heap)
                 continue
             current = self._key(entry, now)

@@ -276,9 +276,9 @@ class Accounts:
         """Return the account from which the next entry is evicted. Return None if no account has an entry to evict.
 
         An account with window pages that no checkpoint needs is returned at once. Otherwise the next entries of all
-        accounts are compared. The entry with the lowest `Entry.rank` is evicted first, and among equal ranks the entry
-        with the smallest `Policy.priority`. A rank above 0 is the priority that a request set for the entry. In this
-        comparison such a rank counts as 0. A request can therefore protect an entry only from the other entries of its
+        accounts are compared. The entry with the lowest `Entry.retention_priority` is evicted first, and among equals
+        the entry with the smallest `Policy.priority`. A retention priority above 0 was set by a request. In this
+        comparison it counts as 0. A request can therefore protect an entry only from the other entries of its
         tenant, not from other tenants.
         """
         best = None
@@ -288,8 +288,8 @@ class Accounts:
             entry = account.queue.next_victim(now)
             if entry is not None:
                 assert entry.queued is not None
-                rank, priority = entry.queued
-                key = min(rank, 0), priority
+                retention, priority = entry.queued
+                key = min(retention, 0), priority
                 if best is None or key < best[0]:
                     best = (key, account)
         return best[1] if best else None

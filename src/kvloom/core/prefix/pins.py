@@ -167,8 +167,8 @@ class Pins:
 
     def protect_queued(self, match: Match, turn: tuple[int, int]) -> QueuedPrefix:
         """Protect the deepest node of a match, and that node's checkpoint nearest to the end of the hit. Among entries
-        with the same rank (`Entry.rank`), protected entries are evicted last. `turn` is the sort key of the request in
-        the waiting queue."""
+        with the same `Entry.retention_priority`, protected entries are evicted last. `turn` is the sort key of the
+        request in the waiting queue."""
         entries: list[Node | Checkpoint] = []
         for node in [node for node in match.path if node.start < match.resume][-1:]:
             entries.append(node)

@@ -447,8 +447,8 @@ class RadixTree(Checkpoints):
                 self.requeue(node, now)
 
     def requeue(self, node: Node, now: float) -> None:
-        """Queue a leaf for eviction. If no prompt can resume at the end of the leaf, the leaf gets the rank FIRST and
-        is evicted before other entries."""
+        """Queue a leaf for eviction. If no prompt can resume at the end of the leaf, the leaf has the retention
+        priority FIRST and is evicted before other entries."""
         if not node.children and not node.locks and node.parent is not None:  # inlined `node.leaf`
             if self.needs_checkpoints:
                 node.useless = self.last_resume(node) < node.end

@@ -8,9 +8,10 @@ the cached tokens elsewhere, the tokens after the last snapshot are computed aga
                                                    └── computed again ──┘
     with an interval               ●     ◆     ◆   ●     ◆     ◆     ◆  └┘
 
-The gain of an interval is the number of tokens that recent prompts would not have computed again. Its cost is the tokens that
-could be computed in the time of the additional steps and, if the pool is full, the hits of the pages that the snapshots displace.
-Both are in tokens, so the interval with the largest difference is best.
+The gain of an interval is the number of tokens that recent prompts would not have computed again. Its cost has two
+parts: the tokens that could be computed in the time of the additional steps, and the hits that a full pool loses,
+because snapshots displace other pages. Gain and cost are numbers of tokens. The interval with the largest difference is
+best.
 """
 
 from __future__ import annotations

@@ -55,9 +55,9 @@ class ColdBlocks:
         return rows
 
     def add_run(self, seq: Sequence, run: ColdRun) -> None:
-        """Make the next blocks of a sequence cold, and release their pages in the pool. The caller has already copied
-        these blocks to the pages `run` in host memory. From now on the sequence publishes no blocks, and attention must
-        read the cold blocks from host memory."""
+        """Record that the next blocks of a sequence are cold, and release their pages in the pool. The caller has
+        already copied these blocks to the pages `run` in host memory. From now on the sequence publishes no blocks, and
+        attention must read the cold blocks from host memory."""
         state = self._state
         rows = self.next_pages(seq, len(run.pages))
         if len(rows) < len(run.pages):

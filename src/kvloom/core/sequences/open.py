@@ -142,7 +142,7 @@ def _raise_priority(node: Node, control: CacheControl, block: int, now: float) -
     priority that the node already has is not lowered."""
     for item in control.retain:
         if item.start <= node.start and (item.stop is None or node.end <= -(-item.stop // block) * block):
-            if item.priority >= node.rank(now):
+            if item.priority >= node.retention_priority(now):
                 node.priority = item.priority
                 node.expires = None if item.ttl is None else now + item.ttl
             return

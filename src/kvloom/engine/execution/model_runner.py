@@ -63,10 +63,10 @@ class Mirror(Protocol):
     """Repeats the calls of a runner on the other ranks of a group."""
 
     def run(self, works: Many[Work], wanted: Many[int] | None, whole: Many[int], pooled: Many[int]) -> None:
-        """Let the other ranks call `ModelRunner.run`. Does not wait."""
+        """Send the other ranks this step, which they compute with `ModelRunner.run`. Does not wait."""
 
     def capture(self) -> None:
-        """Let the other ranks call `ModelRunner.capture`. Does not wait."""
+        """Order the other ranks to capture their CUDA graphs (`ModelRunner.capture`). Does not wait."""
 
 
 class ModelRunner:
@@ -179,8 +179,8 @@ class ModelRunner:
         return found, [] if found is None else [self.pages.table_column(i) for i in range(found.layers)]
 
     def observe(self, pages: Pages) -> None:
-        """Let the model use `pages` in all later steps. `pages` must have the layout and the buffer of the present pages.
-        Modeling code then computes every step, so `pages` gets all keys and values."""
+        """Pass `pages` to the model in all later steps. `pages` must have the layout and the buffer of the present
+        pages. Modeling code then computes every step, so `pages` gets all keys and values."""
         self.pages, self._small_model = pages, None
 
     @property
@@ -230,8 +230,8 @@ class ModelRunner:
 
     def _small_step(self, works: Many[Work], later: Many[int] = ()) -> SmallStep | None:
         """Return a step in the form that the native model takes. `later` has the number of tokens that follow in each
-        sequence, if any. Return None if the model has no native form, or if the step is too large for it, or has trees,
-        images, cold pages, or tokens that are not written."""
+        sequence, if any. Return None if the model has no native form, or if native code does not support the step: a
+        step that is too large, or has trees, images, cold pages, or tokens that are not written."""
         small, cache = self._small_model, self._cache
         if small is None or self.watch_step is not None or not works:
             return None
@@ -240,10 +240,10 @@ class ModelRunner:
         tokens, firsts, rows, blocks = [], [], [], 1
         for place, work in enumerate(works):
             sequence = work.sequence
-            if work.parents or work.images or sequence.cold_blocks or (work.replayed and not work.rewrites):
+            if work.parents or work.images or sequence.cold_blocks or (work.recomputed and not work.rewrites):
                 return None
             own = work.tokens if work.source < 0 else self.chosen[work.source, None].numpy()
-            first = sequence.length + work.skipped - work.replayed
+            first = sequence.length + work.skipped - work.recomputed
             needed = -(-(first + len(own) + (later[place] if later else 0)) // cache.block_tokens)
             if needed > cache.block_tables.blocks[sequence.row]:
                 raise ValueError("some tokens of the step have no page; extend the sequence first")
@@ -256,7 +256,7 @@ class ModelRunner:
         return SmallStep(tokens, firsts, [tables[column] for column in columns])
 
     def _check_batch_invariant(self) -> None:
-        """Raise ValueError for a model without batch-invariant kernels."""
+        """Raise ValueError if a layer of the model has no batch-invariant kernels."""
         if runs_separately(self.model):
             raise ValueError(refused("batch_invariant, own cache", model=type(self.model).__name__))
         if self.pages.cross_views:
@@ -332,7 +332,7 @@ class ModelRunner:
             if size:
                 return self.draft_graphs.run(works, size, wanted)
         splits_drafts = self.pages.has_states and any(work.drafts for work in works)
-        is_plain = not (has_trees or splits_drafts or any(w.replayed or w.skipped for w in works))
+        is_plain = not (has_trees or splits_drafts or any(w.recomputed or w.skipped for w in works))
         if self.piecewise is not None and is_plain:
             size = self.piecewise.size_for(works)
             if size:

@@ -1,14 +1,14 @@
 """Offload: moves pages between the pool and the tiers. Engine and scheduler call only `OffloadManager`.
 
     manager.py            OffloadManager: the interface, and the phases of load jobs
-    decision.py           Action, Decision: the answers to the scheduler
+    action.py             Action, Decision: what a request does next, computes or waits (returned to the scheduler)
     cold_pages.py         ColdPages: for requests longer than the pool, moves their oldest pages to host memory
     store.py              PageOffloader: offloads pages from the pool to host memory
     tier_loader.py        TierLoader: loads pages from tiers into host memory
     pool_loader.py        PoolLoader: copies pages from host memory into the pool
     load_job.py           LoadJob: the pages of one request in transfer (only data)
     load_or_recompute.py  LoadOrRecompute: how far a request computes while its pages load
-    throughput.py         TimeModel: estimates seconds from a number of tokens or bytes
+    time_model.py         TimeModel: estimates seconds from a number of tokens or bytes
     saved_state.py        SavedState: keeps measured speeds and what the eviction policy learned in the folder of a
                           disk tier, for the next start
     host_pages.py         HostPages: copies between pool and host memory, on separate streams of a GPU
@@ -43,8 +43,8 @@ The next figure shows the life of an offload:
 
 from kvloom.engine.config import OffloadConfig
 
+from .action import Action, Decision
 from .cold_pages import MAX_HOST_SHARE, ColdPages, ColdStart
-from .decision import Action, Decision
 from .host_pages import Event, HostPages, Ids, LoadEvent, RankCopies, form_of, open_host, pin_memory
 from .load_job import LoadJob, Phase, PoolCopy
 from .load_or_recompute import Estimates, LoadOrRecompute, Progress
@@ -53,7 +53,7 @@ from .open_tiers import open_offload, opened_tiers
 from .session_history import SessionHistory
 from .stats import OffloadStats
 from .store import PageOffloader
-from .throughput import TimeModel
+from .time_model import TimeModel
 
 __all__ = [
     "MAX_HOST_SHARE",

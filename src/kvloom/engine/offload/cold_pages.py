@@ -7,9 +7,9 @@ memory.
    at a time as host memory has space for.
 2. Only layer groups with full attention have cold pages. Windowed groups release their old pages, and a state is a
    single page.
-3. If `extend` lacks pages, the scheduler makes the oldest blocks of a long request cold before it preempts a request.
-   This module copies the pages to host memory and then releases them. The sequence owns the leases of its cold pages
-   (`core.ColdRun`), so host memory cannot evict them while the sequence runs.
+3. If `extend` lacks pages, the scheduler makes the oldest blocks of a long request cold, before it preempts a request:
+   this module copies their pages to host memory, and then releases the pages in the pool. The sequence owns the leases
+   of its cold pages (`core.ColdRun`), so host memory cannot evict them while the sequence runs.
 4. A layer first computes attention over the pages in the pool, as if the sequence were shorter. It then adds attention
    over the cold pages, a part at a time (`kernels/attention/cold.py`). Keys are stored after rotation, so their
    positions do not change.
@@ -111,9 +111,10 @@ class ColdPages:
         return -(-tokens // self._cache.block_tokens) * self.block_bytes
 
     def offload(self, request: Request, blocks: int) -> int:
-        """Make up to `blocks` of the oldest blocks of a running request cold. Waits for the copies.
+        """Move up to `blocks` of the oldest blocks of a running request to host memory (make them cold). Waits for the
+        copies.
 
-        Return the number of blocks that became cold, which is 0 if all blocks are cold already or host memory is full.
+        Return the number of moved blocks, which is 0 if all blocks are cold already, or if host memory is full.
         """
         sequence = request.sequence
         assert sequence is not None

@@ -140,7 +140,7 @@ class LoadJob:
     is_prefetch: bool = False
     can_wait: bool = False
     phase: Phase = Phase.WAITING
-    decision: LoadOrRecompute = field(default_factory=LoadOrRecompute)
+    load_or_recompute: LoadOrRecompute = field(default_factory=LoadOrRecompute)
     computed_to: int = 0
     compute_until: int = 0
     """The position at which the manager decides again whether to load or recompute."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .throughput import meeting_point
+from .time_model import meeting_point
 
 __all__ = ["Estimates", "LoadOrRecompute", "Progress"]
 

@@ -34,8 +34,8 @@ from kvloom.tiers import (
 from kvloom.tiers.peer import PeerServer
 from kvloom.tiers.transfers import TransferManager
 
+from .action import Action, Decision
 from .cold_pages import ColdPages
-from .decision import Action, Decision
 from .hand_over import HandOver, needed_pages, peer_queue
 from .host_pages import HostPages, RankCopies
 from .image_store import ImageStore
@@ -44,8 +44,8 @@ from .pool_loader import CopyStart, PoolLoader
 from .saved_state import SavedState
 from .stats import OffloadStats
 from .store import PageOffloader
-from .throughput import TimeModel
 from .tier_loader import TierLoader
+from .time_model import TimeModel
 
 __all__ = ["OffloadManager", "Step", "WatchedTier"]
 

@@ -21,8 +21,8 @@ from .host_pages import HostPages
 from .load_job import LoadJob, Phase, PoolCopy
 from .stats import OffloadStats
 from .store import PageOffloader
-from .throughput import TimeModel
 from .tier_loader import TierLoader
+from .time_model import TimeModel
 
 __all__ = ["CopyStart", "PoolLoader"]
 

@@ -26,7 +26,7 @@ import msgspec
 from kvloom.core import KVCache
 from kvloom.tiers.transfers import TierQueue
 
-from .throughput import TimeModel
+from .time_model import TimeModel
 
 __all__ = ["SavedState"]
 

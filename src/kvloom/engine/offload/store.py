@@ -190,8 +190,8 @@ class PageOffloader:
         """Return the argument `age` of `HostPages.offload` for a batch. The copy waits for the work that `age`
         selects: 1 is the work before the last mark, 2 the work before the second last mark, 0 all work.
 
-        Pages that stay cached get 0. Evicted pages need not wait for all work, because every mark that is set after a
-        page has entered the radix tree comes after the write of the page:
+        Pages that stay cached get 0. Evicted pages need not wait for all work. A mark that is set after a page has
+        entered the radix tree is enough, because such a mark comes after the write of the page:
 
         - A page enters the tree after the launch of the step or copy that writes it.
         - A mark is also set after copies inside the pool.

@@ -26,7 +26,7 @@ from .host_pages import form_of
 from .load_job import LoadChunk, LoadJob
 from .load_or_recompute import Estimates, Progress
 from .stats import OffloadStats
-from .throughput import TimeModel, meeting_point
+from .time_model import TimeModel, meeting_point
 
 __all__ = ["Forms", "TierLoader"]
 
@@ -161,7 +161,7 @@ class TierLoader:
         compute = self.prefill_time.seconds if self.prefill_time.is_known else None
         end, block = len(job.request.tokens), self.cache.block_tokens
         if not job.lookup.is_complete:
-            return 0 if job.decision.may_wait(0, compute, self._max_lost_seconds(job), now) else end
+            return 0 if job.load_or_recompute.may_wait(0, compute, self._max_lost_seconds(job), now) else end
         plan, loaded_from = job.lookup.plan, job.transfer.loaded_from
         assert plan is not None
         if loaded_from <= job.computed_to or (not is_loading and loaded_from >= plan.resume):
@@ -174,11 +174,11 @@ class TierLoader:
             is_faster = (
                 not compute or not load or load(job.computed_to) < compute(loaded_from - job.computed_to)
             )
-            if is_faster and job.decision.may_wait(loaded_from, compute, max_lost, now):
+            if is_faster and job.load_or_recompute.may_wait(loaded_from, compute, max_lost, now):
                 return 0
             self.cancel(job)
             return None
-        return job.decision.tokens_to_compute(
+        return job.load_or_recompute.tokens_to_compute(
             Progress(job.computed_to, loaded_from, end, block, min_step=max(block, end // MIN_STEP_SHARE)),
             Estimates(compute, load, inflight_seconds, max_lost),
             now,

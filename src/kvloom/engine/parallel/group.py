@@ -60,7 +60,7 @@ __all__ = ["DraftMirror", "RankGroup", "load_ranks"]
 
 SETTINGS = (
     *("pool_bytes", "memory_fraction", "tensor_parallel", "context_parallel", "rank_seconds"),
-    "rank_backend",
+    *("rank_backend", "expert_parallel"),
     *("block_tokens", "checkpoint_every"),
     *("token_budget", "max_running", "max_context", "kv_dtype", "cuda_graphs", "speculate", "draft_tokens"),
     *("kv_scales", "text_only"),
@@ -138,6 +138,7 @@ def load_ranks(
             ranks=ranks,
             whole_output=bool(config.head),
             text_only=config.text_only,
+            expert_parallel=config.expert_parallel,
         )
         return *loaded, group
     except BaseException:
@@ -270,15 +271,16 @@ class RankGroup:
         self._send(self._writer.write(works, wanted, whole, pooled))
 
     def copy(self, copies: CopyBatch) -> None:
-        """Let all ranks copy pages inside their pools."""
+        """Order all ranks to copy pages inside their pools."""
         self._send(CopyPages.of(copies))
 
     def move_tokens(self, places: Many[npt.NDArray[np.int64]]) -> None:
-        """Let all ranks move accepted tokens of draft trees. `places` are the places of `TokenMover`."""
+        """Order all ranks to move accepted tokens of draft trees. `places` are the places of `TokenMover`."""
         self._send(MoveTokens.of(places))
 
     def copy_document(self, rotations: Many[int], plan: RotatedCopy) -> None:
-        """Let all ranks copy tokens of a document. `rotations` are those that rank 0 has found (`RotatedCopier`)."""
+        """Order all ranks to copy tokens of a document. `rotations` are those that rank 0 has found
+        (`RotatedCopier`)."""
         self._send(CopyDocument.of(rotations, plan))
 
     def set_sinks(self, is_on: bool) -> None:
@@ -286,12 +288,12 @@ class RankGroup:
         self._send(SetSinks(is_on))
 
     def load_adapter(self, slot: int, adapter: LoraAdapter) -> None:
-        """Let all ranks load their parts of a LoRA adapter into a slot, before the next step."""
+        """Order all ranks to load their parts of a LoRA adapter into a slot, before the next step."""
         for message in adapter_messages(slot, adapter):
             self._send(message)
 
     def capture(self) -> None:
-        """Let all ranks capture their CUDA graphs."""
+        """Order all ranks to capture their CUDA graphs."""
         self._send(Prepare())
 
     def check(self) -> None:
@@ -299,8 +301,13 @@ class RankGroup:
         self.host_copies.check()
 
     def fail(self, reason: str) -> None:
-        """Record why the group cannot continue. Every later step raises RankError."""
+        """Record why the group cannot continue, and end the other ranks. Every later step raises RankError.
+
+        A rank that hangs does not notice that its socket closes. It would keep its memory, which the next group
+        needs."""
         self._failure = self._failure or reason
+        for process in self.processes:
+            process.kill()
 
     def close(self) -> None:
         """End the processes of all ranks. Waits up to CLOSE_SECONDS."""
@@ -385,9 +392,10 @@ class RankGroup:
                         continue
                     if isinstance(message, Failed):
                         reason += f": {message.text}"
+                is_known = self._failure is not None  # rank 0 has ended the rank, and raises the error itself
                 self.fail(reason)
                 if self.ranks is not None and self._device.type == "cuda":
                     self.ranks.abort()
-                if self.on_failure is not None:
+                if self.on_failure is not None and not is_known:
                     self.on_failure(reason)
                 return

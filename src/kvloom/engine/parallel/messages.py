@@ -199,7 +199,7 @@ ToRank = (
 )
 
 _WORK_FIELDS = (
-    *("row", "serial", "count", "source", "replayed", "drafts", "rewrites", "skipped"),
+    *("row", "serial", "count", "source", "recomputed", "drafts", "rewrites", "skipped"),
     *("length", "blocks", "state_length", "first", "adapter", "active_from"),
 )
 """Numbers of a work: the row of its sequence, a number that differs for each sequence, the number of tokens, and
@@ -232,7 +232,7 @@ class StepWriter:
         blocks = tables.blocks[rows].astype(np.int64)
         first = np.minimum(first, self._noted[rows])
         self._noted[rows] = _UNCHANGED
-        given = [(len(w.tokens), w.source, w.replayed, w.drafts, w.rewrites, w.skipped) for w in works]
+        given = [(len(w.tokens), w.source, w.recomputed, w.drafts, w.rewrites, w.skipped) for w in works]
         serials = [self._number(work.sequence) for work in works]
         lines = np.column_stack(
             (
@@ -333,7 +333,7 @@ class StepReader:
                 serial,
                 count,
                 source,
-                replayed,
+                recomputed,
                 drafts,
                 rewrites,
                 skipped,
@@ -351,7 +351,7 @@ class StepReader:
                     tokens[at : at + count],
                     source,
                     None,
-                    replayed,
+                    recomputed,
                     drafts,
                     bool(rewrites),
                     skipped,

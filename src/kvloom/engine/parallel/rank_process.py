@@ -113,6 +113,7 @@ def _load(link: socket.socket, start: RankStart) -> tuple[KVMemory, ModelRunner,
         ranks=ranks,
         whole_output=bool(config.head),
         text_only=config.text_only,
+        expert_parallel=config.expert_parallel,
     )
     # Only rank 0 runs the head, but the pools of all ranks have its pages.
     head = load_head(config.head, model) if config.head else None

@@ -1,7 +1,7 @@
 """Scheduling: decides which requests run, and which tokens each step computes.
 
 scheduler.py      Scheduler: picks the work of each step
-waiting_queue.py  WaitingQueue: waiting requests by rank, and those that wait for pages
+waiting_queue.py  WaitingQueue: waiting requests in order, and those that wait for pages
 admission.py      Admission: whether a request fits the pool, given the projected growth of running requests
 slo_gate.py       SloGate: whether a request meets its objective; else it waits, or is refused
 feasibility.py    Feasibility: refuses requests that can never run

@@ -60,7 +60,7 @@ class Lookahead:
 
     def _protect(self, request: Request) -> None:
         match = self._match(request)
-        request.queued_prefix = self._cache.protect_queued(match, request.rank)
+        request.queued_prefix = self._cache.protect_queued(match, request.sort_key)
         request.next_block_hash = self._next_block_hash(request, match.matched)
         self._protected.setdefault(request.next_block_hash, {})[id(request)] = request
 

@@ -9,12 +9,12 @@ from kvloom.core import KVCache
 from kvloom.engine.request import Request
 from kvloom.models.paged import Work
 
-__all__ = ["RANK", "Scheduled", "awaits_progress", "choose_victim"]
+__all__ = ["SORT_KEY", "Scheduled", "awaits_progress", "choose_victim"]
 
 Scheduled = tuple[Request, Work]
 STUCK_PREEMPTIONS = 4
 """A request with so many preemptions since its last new token is stuck."""
-RANK = attrgetter("rank")
+SORT_KEY = attrgetter("sort_key")
 
 
 def awaits_progress(request: Request) -> bool:
@@ -39,7 +39,7 @@ def choose_victim(
     | a running request      | is a candidate if                                                                   |
     |------------------------|-------------------------------------------------------------------------------------|
     | with work in this step | never                                                                               |
-    | of the same tenant     | it ranks after `request`, or is a parked beam                                       |
+    | of the same tenant     | it is sorted after `request` (`Request.sort_key`), or is a parked beam              |
     | of another tenant      | its tenant uses more than its guaranteed share of the pool (or, if `request` is     |
     |                        | stuck and the share is not firm, any part of the pool), and one of these holds:     |
     |                        | 1. it arrived later than `request`                                                  |
@@ -57,14 +57,16 @@ def choose_victim(
     candidates.
 
     If the tenant of `request` is not above its fair share, the candidate whose tenant has the largest excess
-    is chosen. Otherwise, and among equals, the candidate that is last in rank is chosen. `excess(request)`
+    is chosen. Otherwise, and among equals, the candidate with the largest sort key is chosen. `excess(request)`
     returns the bytes that the tenant of a request uses above its fair share. `picked` is the work of this step.
     """
     assert request.sequence is not None
     busy = {id(other) for other, _ in picked} | {id(request)}
     others = [r for r in running if id(r) not in busy]
     if len(cache.inspect.accounts) == 1:
-        return max((r for r in others if r.rank > request.rank or r.parked), key=RANK, default=None)
+        return max(
+            (r for r in others if r.sort_key > request.sort_key or r.parked), key=SORT_KEY, default=None
+        )
     own_account, quota_is_short = (
         cache.account(request.control.tenant),
         cache.exceeds_quota(request.sequence, count),
@@ -75,12 +77,12 @@ def choose_victim(
     for other in others:
         account, above = cache.account(other.control.tenant), 0.0
         if account is own_account:
-            may = other.rank > request.rank or other.parked
+            may = other.sort_key > request.sort_key or other.parked
         else:
             above = max(0.0, excess(other)) if within_share and not awaits_progress(other) else 0.0
             is_guaranteed = account.counted <= account.guaranteed
             may = not quota_is_short and (not is_guaranteed or (is_stuck and not account.tenant.firm))
             may = may and (above > 0 or other.order > request.order or other.parked)
-        if may and (best is None or (above, other.rank) > best[0]):
-            best = (above, other.rank), other
+        if may and (best is None or (above, other.sort_key) > best[0]):
+            best = (above, other.sort_key), other
     return None if best is None else best[1]

@@ -1,8 +1,9 @@
 """The scheduler picks the tokens of each step. All decoding requests come first, then chunks of prompts within a token
 budget.
 
-    waiting   by rank; admitted within the budget, below `max_running`, and if the projected growth fits the pool
-    running   has pages; if pages run out, the request of lowest rank is preempted and waits again
+    waiting   in order of priority and arrival; admitted within the budget, below `max_running`, and if the projected
+              growth fits the pool
+    running   has pages; if pages run out, the last request in this order is preempted and waits again
 
 Tenants share steps, running requests and pages fairly (see `waiting_queue.py`). If a tenant below its share waits,
 requests of tenants above their share are preempted. With a single tenant there are no shares.
@@ -35,7 +36,7 @@ from .chunk_size import ChunkSize
 from .document_reuse import DocumentReuse
 from .feasibility import Feasibility
 from .lookahead import Lookahead
-from .preemption import RANK, Scheduled, awaits_progress, choose_victim
+from .preemption import SORT_KEY, Scheduled, awaits_progress, choose_victim
 from .slo_gate import SloGate
 from .step_limit import StepLimit
 from .waiting_queue import NextBlock, TenantQueue, WaitingQueue, next_block_of
@@ -164,7 +165,7 @@ class Scheduler:
         self._decide(request)
 
     def _decide(self, request: Request) -> None:
-        """Queue a request. If the SLO gate predicts that the request misses its objective, hold or refuse the request
+        """Queue a request. If the SLO gate predicts that the request will miss its objective, hold or refuse it
         instead."""
         if request.slo is not None:
             limits = self.chunk.tokens or self.token_budget, self.max_running
@@ -249,7 +250,7 @@ class Scheduler:
         with several. Requests that wait for a token or for a grammar mask are left out."""
         decodes: list[Request] = []
         prompts: list[Request] = []
-        for request in sorted(self.running, key=self._order if self._shares else RANK):
+        for request in sorted(self.running, key=self._order if self._shares else SORT_KEY):
             size = len(request.tokens) + request.inflight_tokens
             if request.mask_pending:
                 continue
@@ -300,8 +301,8 @@ class Scheduler:
         step began.
 
         A waiting request stays in the queue in two cases. Another request computes or loads its next block
-        (`next_blocks`), or another request will take a checkpoint at which the waiting request can resume. No page
-        is therefore computed or loaded twice.
+        (`next_blocks`), or another request will take a checkpoint at which the waiting request can resume. Therefore
+        no page is computed or loaded twice.
         """
         deferred: list[Request] = []  # queued again at the end, even after an exception
         passed: set[TenantQueue] = set()  # tenants whose next request lacks pages
@@ -517,15 +518,15 @@ class Scheduler:
         """Preempt one request of the tenant that exceeds its share most, relative to its weight. Return whether a
         request was preempted.
 
-        `excess` returns how far a tenant exceeds its share. Tenants in `spared` lose no request. The request that is
-        last in rank is preempted. Requests for which `awaits_progress` is True are not preempted.
+        `excess` returns how far a tenant exceeds its share. Tenants in `spared` lose no request. The last
+        request (`Request.sort_key`) is preempted. Requests for which `awaits_progress` is True are not preempted.
         """
         candidates: dict[TenantQueue, Request] = {}
         for request in self.running:
             tenant = self._queue.tenant_queue(request)
             if tenant in self._shares and tenant not in spared and not awaits_progress(request):
                 last = candidates.get(tenant)
-                candidates[tenant] = request if last is None else max(last, request, key=RANK)
+                candidates[tenant] = request if last is None else max(last, request, key=SORT_KEY)
         tenants = [tenant for tenant in candidates if excess(tenant) > 0]
         if not tenants:
             return False
@@ -552,7 +553,7 @@ class Scheduler:
         """Return the sort key of a running request, used if several tenants share the pool. Requests of tenants within
         their share come first and get pages first.
         """
-        return self._excess(self._queue.tenant_queue(request)) > 0, request.rank
+        return self._excess(self._queue.tenant_queue(request)) > 0, request.sort_key
 
     def _within_share(self, request: Request) -> bool:
         """Return whether the tenant of a request would probably stay within its share of the pool, if the request also
@@ -592,7 +593,7 @@ class Scheduler:
 
     @property
     def _freeing(self) -> bool:
-        """Whether copies in progress retain pages that will become free."""
+        """Whether pages will become free when copies in progress are done."""
         return self.offload is not None and self.offload.is_retaining_pages
 
     def _poll_loads(self) -> set[NextBlock | None]:
@@ -620,9 +621,9 @@ class Scheduler:
             if part.source < 0:
                 if count == 1:
                     rows.append(part.sequence.row)
-                    tokens.append(part.tokens[part.replayed])
+                    tokens.append(part.tokens[part.recomputed])
                 elif count:
-                    part.sequence.commit(part.tokens[part.replayed :].astype(np.int32))
+                    part.sequence.commit(part.tokens[part.recomputed :].astype(np.int32))
                     self._lookahead.chunk_published(request, request.computed - count)
                 else:  # the step added the last tokens to the states of a finished request
                     part.sequence.commit([])
@@ -866,14 +867,14 @@ class Scheduler:
         tokens of the last draft, which recurrent layers compute again."""
         sequence = request.sequence
         assert sequence is not None
-        replayed = sequence.length - sequence.state_length if self.cache.has_states else 0
-        tokens = [*request.tokens[request.computed - replayed : request.computed + 1], *draft]
+        recomputed = sequence.length - sequence.state_length if self.cache.has_states else 0
+        tokens = [*request.tokens[request.computed - recomputed : request.computed + 1], *draft]
         return Work(
             sequence,
             np.array(tokens),
             -1,
             request.images,
-            replayed,
+            recomputed,
             len(draft),
             adapter=request.adapter_slot,
             active_from=request.active_from,
@@ -892,9 +893,9 @@ class Scheduler:
         the number of tokens.
 
         If pages are missing, old blocks of long requests become cold (move to host memory). If that is not enough,
-        requests of lower rank are preempted (unless `preempt` is False). As a last resort the request itself is
-        preempted, and 0 is returned. While the end of the prompt is loading, the request computes at most up to
-        position `until`.
+        later requests (`Request.sort_key`) are preempted (unless `preempt` is False). As a last resort the request
+        itself is preempted, and 0 is returned. While the end of the prompt is loading, the request computes at most up
+        to position `until`.
         """
         sequence = request.sequence
         assert sequence is not None
@@ -942,12 +943,12 @@ class Scheduler:
         return self._feasibility.holds(len(request.tokens) + 1, request.control.tenant, self.reachable_slabs)
 
     def _make_cold(self, request: Request, blocks: int, count: int = 0) -> bool:
-        """Make up to `blocks` of the oldest blocks of one long request cold, so that `request` gets pages for `count`
-        tokens. Return whether any block became cold.
+        """Move up to `blocks` of the oldest blocks of one running request to host memory (make them cold), so that
+        `request` gets pages for `count` tokens. Return whether any block was moved.
 
-        The long request with the most blocks in the pool is tried first. A request that may become long is also tried,
-        if it has more blocks in the pool than admission projects. It then becomes long. If `request` would exceed the
-        quota of its tenant, only requests of this tenant are tried.
+        The blocks belong to a long request. The long request with the most blocks in the pool is tried first. A request
+        that has more blocks in the pool than admission projected is also tried, if it may become long, and is long from
+        then on. If `request` would exceed the quota of its tenant, only requests of this tenant are tried.
         """
         cold = None if self.offload is None else self.offload.cold
         if cold is None:
@@ -998,12 +999,12 @@ class Scheduler:
         )
 
     def _unpark(self) -> bool:
-        """If requests wait and beams are parked, preempt the parked beam that is last in rank. Return whether a beam
-        was preempted.
+        """If requests wait and beams are parked, preempt the last parked beam (`Request.sort_key`). Return whether a
+        beam was preempted.
         """
         parked = [request for request in self.running if request.parked]
         if parked and self.waiting:
-            self._preempt(max(parked, key=lambda request: request.rank))
+            self._preempt(max(parked, key=lambda request: request.sort_key))
         return bool(parked and self.waiting)
 
     def _reject(self, request: Request) -> None:
@@ -1053,14 +1054,14 @@ class Scheduler:
         open, and the next step computes these tokens. Later prompts can then resume at the end of the request.
         """
         if self.cache.has_states and sequence.control.store and request.finish_reason in ("stop", "length"):
-            replayed = sequence.length - sequence.state_length
-            if replayed:
+            recomputed = sequence.length - sequence.state_length
+            if recomputed:
                 tokens = np.array(request.tokens[sequence.state_length : sequence.length])
                 work = Work(
                     sequence,
                     tokens,
                     images=request.images,
-                    replayed=replayed,
+                    recomputed=recomputed,
                     adapter=request.adapter_slot,
                     active_from=request.active_from,
                 )

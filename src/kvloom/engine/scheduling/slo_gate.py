@@ -195,13 +195,17 @@ class SloGate:
     def _split_queue(self, request: Request) -> tuple[list[Request], list[Request]]:
         """Return the waiting requests that are probably scheduled before a request, and all others.
 
-        Requests of the same tenant come before `request` if their rank is smaller. Let T be the number of tokens that
-        these requests and `request` must compute. The first requests of another tenant come before `request`, up to T
-        * (weight of the other tenant / weight of this tenant) tokens in total.
+        Requests of the same tenant come before `request` if their sort key is smaller. Let T be the number of tokens
+        that these requests and `request` must compute. The first requests of another tenant come before `request`, up
+        to T * (weight of the other tenant / weight of this tenant) tokens in total.
         """
-        waiting = sorted((one for one in self._queue if one is not request), key=lambda one: one.rank)
+        waiting = sorted((one for one in self._queue if one is not request), key=lambda one: one.sort_key)
         mine = self._queue.tenant_queue(request)
-        ahead = [one for one in waiting if self._queue.tenant_queue(one) is mine and one.rank < request.rank]
+        ahead = [
+            one
+            for one in waiting
+            if self._queue.tenant_queue(one) is mine and one.sort_key < request.sort_key
+        ]
         own = self._missing(request) + sum(map(self._missing, ahead))
         taken = {mine: 0.0}
         first = []

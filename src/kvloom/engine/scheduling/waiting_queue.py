@@ -1,9 +1,9 @@
-"""The waiting queue: requests by tenant and rank, requests that wait for pages, and requests that wait for the same
+"""The waiting queue: requests by tenant, requests that wait for pages, and requests that wait for the same
 pages as another request.
 
-Each tenant has a queue, ordered by rank. The tenant with the least service is next. Service is the number of
-computed tokens divided by the tenant's weight. A tenant gains no advantage from a time without waiting requests. This
-module does not use the cache.
+Each tenant has a queue, ordered by priority and arrival (`Request.sort_key`). The tenant with the least service is
+next. Service is the number of computed tokens divided by the tenant's weight. A tenant gains no advantage from a time
+without waiting requests. This module does not use the cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ UNWEIGHTED = 1 / 16
 
 
 class TenantQueue:
-    """The waiting requests of one tenant by rank, and the service that the tenant received.
+    """The waiting requests of one tenant in order, and the service that the tenant received.
 
     - `running` is the number of its running requests.
     - `service` is the number of its computed tokens divided by `weight`.
@@ -123,7 +123,7 @@ class WaitingQueue:
         """Queue a popped request again. Does not change the service."""
         tenant = self.tenant_queue(request)
         self._active[tenant] = None
-        heapq.heappush(tenant.heap, (request.rank, request))
+        heapq.heappush(tenant.heap, (request.sort_key, request))
 
     def pop(
         self, passed: Container[TenantQueue] = (), below: tuple[float, float] = (inf, inf)

@@ -32,9 +32,10 @@ __all__ = ["Acceptance", "Controller", "Estimate", "StepCosts"]
 GAIN = 1.03
 """Drafts are used if the expected tokens per second are more than GAIN times those of plain steps."""
 FIRST_PROBE_STEPS, PROBE_STEPS = 4, 100
-"""A draft model or head that was turned off is tried again in one step, a probe: first after FIRST_PROBE_STEPS steps. The
-number of steps doubles after each probe that does not turn it on, up to PROBE_STEPS. After PROBE_STEPS steps with
-drafts, MEASURED_STEPS steps run without drafts, so that their time is measured.
+"""A draft model or head that was turned off is tried again in one step, a probe: first after FIRST_PROBE_STEPS steps for
+each request, because estimates of few requests are less certain. The number of steps doubles after each probe that does
+not turn it on. It is at most PROBE_STEPS. After PROBE_STEPS steps with drafts, MEASURED_STEPS steps run without drafts, so
+that their time is measured.
 """
 MEASURED_STEPS = 3
 REVIEW_STEPS, RISE = 8, 0.1
@@ -213,7 +214,7 @@ class _TurnedOff:
 
     requests: int
     value: float
-    wait: int = FIRST_PROBE_STEPS
+    wait: int
     steps: int = 0
 
     @property
@@ -301,14 +302,14 @@ class Controller:
         most: Sequence[int],
         rows: int,
         others: int,
-        replays: bool = False,
+        recomputes: bool = False,
     ) -> list[int]:
         """Return how many draft tokens each request gets from a proposer. All are 0 while the proposer is off, or if
         the step should run without drafts. All drafts together have at most `rows` tokens.
 
         - `estimates` has the estimate of each request, and `most` the length of its longest possible draft.
         - `others` is the number of tokens of other requests in the step.
-        - `replays` means that recurrent layers compute accepted tokens again in the next step.
+        - `recomputes` means that recurrent layers compute accepted tokens again in the next step.
         """
         count, plain = len(estimates), len(estimates) + others
         none = [0] * count
@@ -321,7 +322,9 @@ class Controller:
         probed = self._off.get(proposer)
         base = self.costs.seconds(plain)
         rate = plain / base if base else math.inf
-        best, best_rate = self._best_lengths(proposer, estimates, most, min(rows, sum(most)), plain, replays)
+        best, best_rate = self._best_lengths(
+            proposer, estimates, most, min(rows, sum(most)), plain, recomputes
+        )
         found = sum(one.found for one in estimates) / max(1, count)
         chance = sum(one.chance for one in estimates) / max(1, count)
         figures = f"{found:.0%} of them have a draft, {chance:.0%} of draft tokens are accepted"
@@ -334,7 +337,7 @@ class Controller:
             )
             return best
         self.longest[proposer] = 0
-        wait = min(2 * probed.wait, PROBE_STEPS) if probed else FIRST_PROBE_STEPS
+        wait = min(2 * probed.wait if probed else FIRST_PROBE_STEPS * count, PROBE_STEPS)
         self._off[proposer] = _TurnedOff(count, sum(one.value for one in estimates) / max(1, count), wait)
         self.reasons[proposer] = (
             f"off: {plain} requests; {figures}; expected speed with drafts: {best_rate / rate:.2f} times"
@@ -352,7 +355,7 @@ class Controller:
         most: Sequence[int],
         rows: int,
         plain: int,
-        replays: bool,
+        recomputes: bool,
     ) -> tuple[list[int], float]:
         """Return the draft lengths with the largest expected tokens per second, and this rate. The arguments are those
         of `lengths`. `plain` is the number of tokens of the step without drafts."""
@@ -373,7 +376,7 @@ class Controller:
         order = np.argsort(-accepted, axis=None, kind="stable")[:rows]
         request, place = np.divmod(order, longest)
         gained = np.cumsum(accepted.ravel()[order] * found[request])
-        tokens = plain + np.cumsum(found[request]) + (gained if replays else 0.0)
+        tokens = plain + np.cumsum(found[request]) + (gained if recomputes else 0.0)
         units: float | npt.NDArray[np.int64] = 1  # the size of a tree hardly changes the time to propose it
         if proposer in self._lookups:
             units = count

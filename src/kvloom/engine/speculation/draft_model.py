@@ -143,7 +143,9 @@ class DraftModelProposer:
             if request.output_count and not self._complete:
                 self._lacks(request, request.computed)
                 continue
-            works.append(Work(part.sequence, part.tokens[part.replayed :], part.source, parents=part.parents))
+            works.append(
+                Work(part.sequence, part.tokens[part.recomputed :], part.source, parents=part.parents)
+            )
         if any(part.source >= 0 for part in works):
             self._runner.chosen.copy_(self._sampled)
         if works:
@@ -168,8 +170,8 @@ class DraftModelProposer:
             assert start is not None
             for begin in range(start, request.computed, self._runner.tokens):
                 tokens = np.array(request.tokens[begin : request.computed][: self._runner.tokens])
-                replayed = request.computed - begin
-                self._runner.run([Work(sequence, tokens, replayed=replayed, rewrites=True)], [])
+                recomputed = request.computed - begin
+                self._runner.run([Work(sequence, tokens, recomputed=recomputed, rewrites=True)], [])
             request.draft_missing = None
 
     def draft_verified(self, request: DraftedRequest, drafted: int, accepted: int, own: bool) -> None:
@@ -191,7 +193,7 @@ class DraftModelProposer:
         if request.draft_missing is not None:
             start, request.draft_missing = min(start, request.draft_missing), None
         tokens = np.array(request.tokens[start:])
-        return Work(sequence, tokens, replayed=request.computed - start, rewrites=True)
+        return Work(sequence, tokens, recomputed=request.computed - start, rewrites=True)
 
 
 class SampledRow(DraftPosition):

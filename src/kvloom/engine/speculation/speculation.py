@@ -173,11 +173,11 @@ class Speculation:
             if proposer.is_lookup and not controller.acceptance.knows(proposer.name):
                 waiting, most = waiting[:TRIAL_REQUESTS], most[:TRIAL_REQUESTS]
             estimates = [controller.acceptance.of(request.estimates, proposer.name) for request, _ in waiting]
-            replays = any(
+            recomputes = any(
                 request.sequence is not None and request.sequence.cache.has_states
                 for request, _ in waiting[:1]
             )
-            lengths = controller.lengths(proposer.name, estimates, most, left, others, replays)
+            lengths = controller.lengths(proposer.name, estimates, most, left, others, recomputes)
         asked = [(request, n) for (request, _), n in zip(waiting, lengths, strict=True) if n]
         if not asked:
             return []

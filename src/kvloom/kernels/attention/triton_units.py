@@ -159,8 +159,8 @@ def step(
 
     - BOUNDS is a bit mask of the limits to check for each query row: 1 for the last visible token, 2 for the first.
     - Without CHECK, every query row sees every token.
-    - SMALL means few query rows. Scores are then [tokens, rows], so that the tokens fill the longer dimension of a
-      tensor-core instruction, which reads K and V from shared memory, not from registers.
+    - SMALL means few query rows. Scores are then [tokens, rows]. The tokens fill the longer dimension of a
+      tensor-core instruction, and the instruction reads K and V from shared memory, not from registers.
     """
     page = load_pages(TABLE, t, ok, lo, hi, PAGE, TURNED, CHECK)
     slot = t % PAGE

@@ -43,6 +43,8 @@ def fuse_experts(module: Any) -> bool:
     """Replace the experts of a module by grouped products if the results are the same. Return whether they were
     replaced.
     """
+    if getattr(module, "_is_expert_parallel", False):
+        return False  # its calls need all ranks
     gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
     if gate_up is None or not is_dense_weight(gate_up) or gate_up.ndim != 3:
         return False

@@ -2,8 +2,9 @@
 read.
 
 `loader` reads configs, weights and tokenizers. `probe` runs the code of a model without weights, to check that it
-can run on pages. `quantisation` prepares checkpoints with quantised weights. `fingerprint` identifies the weights,
-so that pages of different models are never mixed.
+can run on pages. `weight_reader` limits the memory of a load. `quantisation` prepares checkpoints with quantised
+weights, and `packed_integers` dequantises GPTQ and AWQ weights. `fingerprint` identifies the weights, so that pages of
+different models are never mixed.
 """
 
 from .fingerprint import model_fingerprint, vision_fingerprint

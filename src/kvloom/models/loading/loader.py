@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -33,6 +31,7 @@ from kvloom.models.sharding import (
     Shard,
     WholeModel,
     check_pages,
+    divide_experts,
     find_cuts,
     install_collectives,
     set_ranks,
@@ -45,6 +44,7 @@ from kvloom.models.vision import AUDIO_FAMILIES, VISION_FAMILIES
 
 from .probe import examine
 from .quantisation import check_packages, prepare_quantisation, quantisation_method
+from .weight_reader import RankWeights, reading_in_chunks
 
 __all__ = [
     "BUILDING",
@@ -65,7 +65,6 @@ __all__ = [
 LoadFormat = Literal["auto", "random"]
 STD = 0.02
 _CHUNK = 1 << 22
-_ALIGNMENT = 64
 TEXT_NAMES = {
     r"^(model\.)?language_model\.(model\.)?(?!lm_head)": "model.",
     r"^(model\.)?language_model\.lm_head": "lm_head",
@@ -103,6 +102,7 @@ def load(
     ranks: RankGroups | None = None,
     whole_output: bool = False,
     text_only: bool = False,
+    expert_parallel: bool = False,
 ) -> tuple[Any, Any | None]:
     """Return a model on `device`, ready to run, and its tokenizer or None. The default device is a GPU if there is one.
     With `dtype` "auto", weights have the dtype of the checkpoint. Random weights depend only on seed, device and dtype.
@@ -110,7 +110,8 @@ def load(
 
     With `ranks`, return the part of the model that this rank computes. Every rank must call this function. If the ranks
     divide only the context, each of them gets the whole model. A rank computes the logits of only a part of the
-    vocabulary. With `whole_output`, which a draft head needs, it computes all logits.
+    vocabulary. With `whole_output`, which a draft head needs, it computes all logits. With `expert_parallel`, a rank has
+    some whole experts instead of a part of every expert.
 
     Raises ModelError if a file is missing or the model cannot run. These checks run before any weight is read.
     """
@@ -119,7 +120,9 @@ def load(
         _check_context(_meta_model(*language_model_class(config)))
     with progress_bars(progress):
         if ranks is not None and ranks.weights is not None:
-            loaded = _shard(model, config, kind, where, load_format, seed, ranks.weights, whole_output)
+            loaded = _shard(
+                model, config, kind, where, load_format, seed, ranks.weights, whole_output, expert_parallel
+            )
         elif load_format == "random":
             loaded = _random(config, kind, where, seed)
         else:
@@ -417,7 +420,10 @@ def _check_files(model: str) -> None:
             raise ModelError(f"{folder / shard} cannot be read: {error}") from error
 
 
-def _weights(model: str, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+def _weights(
+    model: str, config: Any, dtype: torch.dtype, device: torch.device, rank: RankWeights | None = None
+) -> Any:
+    """Return a model with the weights of a checkpoint. With `rank`, `config` is that of the rank's model."""
     from transformers.utils import is_accelerate_available
 
     cls, own = language_model_class(config)
@@ -428,7 +434,7 @@ def _weights(model: str, config: Any, dtype: torch.dtype, device: torch.device) 
     if _has_other_parts(model, config):
         place["key_mapping"] = TEXT_NAMES
     try:
-        with _reading_by_tensor():
+        with reading_in_chunks(rank):
             loaded, info = cls.from_pretrained(
                 **_source(model), config=own, dtype=dtype, output_loading_info=True, **place
             )
@@ -445,61 +451,16 @@ def _weights(model: str, config: Any, dtype: torch.dtype, device: torch.device) 
 
 
 def _has_other_parts(model: str, config: Any) -> bool:
-    """Return whether the checkpoint is that of a larger model, of which `config` is the text part."""
+    """Return whether `config` is only the text part of the model in the checkpoint."""
     return not is_gguf(model) and transformers_config(model).model_type != config.model_type
 
 
 def _source(model: str) -> dict[str, Any]:
-    """Return the arguments of transformers that name a checkpoint."""
+    """Return the arguments by which `from_pretrained` of transformers finds a checkpoint."""
     path = Path(model)
     if is_gguf(model):
         return {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     return {"pretrained_model_name_or_path": model, "use_safetensors": True}
-
-
-@contextmanager
-def _reading_by_tensor() -> Iterator[None]:
-    """In this context, transformers reads one tensor of a safetensors file at a time, in up to four threads. At most
-    four tensors are in host memory in addition to those of the model. Without this context, transformers would map all
-    files into memory until the last weight is loaded. A tensor whose dtype changes is converted by `_converted`."""
-    from safetensors import safe_open
-    from transformers import core_model_loading, modeling_utils
-
-    def opened(file: str, framework: str, device: str = "cpu", **options: Any) -> Any:
-        try:
-            return safe_open(file, framework=framework, device=device, backend="pread")
-        except TypeError:  # safetensors before 0.8 can only map a file
-            return safe_open(file, framework=framework, device=device, **options)
-
-    def materialize(part: Any, device: Any = None, dtype: torch.dtype | None = None) -> torch.Tensor:
-        tensor: torch.Tensor = part[...]
-        if device is not None and torch.device(device).type != "cpu":
-            return tensor.to(device=device, dtype=dtype)
-        return _converted(tensor, dtype)
-
-    with ExitStack() as stack:
-        for module, name, replacement in (
-            (modeling_utils, "safe_open", opened),
-            (core_model_loading, "_materialize_copy", materialize),
-        ):
-            own = getattr(module, name, None)
-            if own is not None:  # None in versions of transformers that read files in another way
-                setattr(module, name, replacement)
-                stack.callback(setattr, module, name, own)
-        yield
-
-
-def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return a CPU tensor in another dtype, in memory that numpy allocates. Torch's allocator may round each tensor up
-    to whole huge pages, so that a model needs up to a third more memory.
-    """
-    if dtype is None or tensor.dtype == dtype:
-        return tensor
-    size = tensor.numel() * dtype.itemsize
-    memory = np.empty(size + _ALIGNMENT, dtype=np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    target = torch.from_numpy(memory[start : start + size]).view(dtype).view(tensor.shape)
-    return target.copy_(tensor)
 
 
 def _shard(
@@ -511,29 +472,30 @@ def _shard(
     seed: int,
     ranks: Ranks,
     whole_output: bool,
+    expert_parallel: bool,
 ) -> Any:
     """Return the part of a model that a rank computes. Weights of a checkpoint are read and cut one at a time. Random
     weights are first generated for the whole model, so that all ranks have parts of the same model."""
     if is_gguf(model) or quantisation_method(config) is not None:
         raise ModelError(f"{model}: {refused('tensor parallel, quantised weights')}")
     if load_format == "random":
-        return shard_model(_random(config, dtype, device, seed), ranks, whole_output)
+        return shard_model(_random(config, dtype, device, seed), ranks, whole_output, expert_parallel)
     cls, own = language_model_class(config)
-    whole, part, cuts = _plan_shard(cls, own, ranks.shard)
+    whole, part, cuts = _plan_shard(cls, own, ranks.shard, expert_parallel)
     known = WholeModel(whole.config)
-    with _cut_weights(cuts, known):
-        loaded = _weights(model, part.config, dtype, device)
+    with _building_experts(cls, whole, ranks.shard) if expert_parallel else nullcontext():
+        loaded = _weights(model, part.config, dtype, device, RankWeights(cuts, known))
     set_whole(loaded, known)
     install_collectives(loaded, whole, cuts, ranks, whole_output)
     return loaded
 
 
 @torch.no_grad()
-def shard_model(model: Any, ranks: Ranks, whole_output: bool = False) -> Any:
+def shard_model(model: Any, ranks: Ranks, whole_output: bool = False, expert_parallel: bool = False) -> Any:
     """Return the part of a loaded model that a rank computes, as a new model. Each rank computes the logits of a part of
-    the vocabulary, or all logits with `whole_output`. Every rank must call this function.
-    Raises ModelError if the model cannot be divided."""
-    whole, part, cuts = _plan_shard(type(model), model.config, ranks.shard)
+    the vocabulary, or all logits with `whole_output`. With `expert_parallel`, a rank has some whole experts. Every rank
+    must call this function. Raises ModelError if the model cannot be divided."""
+    whole, part, cuts = _plan_shard(type(model), model.config, ranks.shard, expert_parallel)
     for config in (part.config, part.config.get_text_config()):
         config.dtype = model.dtype  # the dtype of K and V
     part.to_empty(device=next(model.parameters()).device)
@@ -548,18 +510,20 @@ def shard_model(model: Any, ranks: Ranks, whole_output: bool = False) -> Any:
     return part.eval().requires_grad_(False)
 
 
-def _plan_shard(cls: Any, config: Any, shard: Shard) -> tuple[Any, Any, Cuts]:
+def _plan_shard(cls: Any, config: Any, shard: Shard, expert_parallel: bool = False) -> tuple[Any, Any, Cuts]:
     """Return the whole model and the part of a rank, both without data, and how weights are cut. Raises ModelError if
     the model cannot be divided."""
     whole = _meta_model(cls, config)
     reason = _reason_against_sharding(config, whole)
     if reason is not None:
         raise ModelError(f"{cls.__name__}: {reason}")
-    part = _meta_model(cls, shard_config(config, shard.count))
+    part, probed = (_meta_model(cls, shard_config(config, shard.count)) for _ in range(2))
+    if expert_parallel:
+        for each in (part, probed):
+            divide_experts(each, whole, shard)
     specs = [model_spec(each.config.to_dict()).layers for each in (whole, part)]
     check_pages(specs[0], specs[1], shard.count, config.model_type)
     cuts = find_cuts(whole, part, shard)
-    probed = _meta_model(cls, part.config)
     prepare(probed)
     try:
         examine(probed, lambda: specs[1])
@@ -571,12 +535,29 @@ def _plan_shard(cls: Any, config: Any, shard: Shard) -> tuple[Any, Any, Cuts]:
     return whole, part, cuts
 
 
-def sharding_refusal(config: Any, count: int) -> str | None:
-    """Return the reason why a model cannot be divided between `count` ranks, or None. Runs the code of the model
-    without weights."""
+@contextmanager
+def _building_experts(cls: Any, whole: Any, shard: Shard) -> Iterator[None]:
+    """In this context, each model of class `cls` that transformers builds has the experts of one rank. Not safe while
+    another thread builds a model."""
+    original = cls.__init__
+
+    def build(self: Any, *given: Any, **named: Any) -> None:
+        original(self, *given, **named)
+        divide_experts(self, whole, shard)
+
+    cls.__init__ = build
+    try:
+        yield
+    finally:
+        cls.__init__ = original
+
+
+def sharding_refusal(config: Any, count: int, expert_parallel: bool = False) -> str | None:
+    """Return the reason why a model cannot be divided between `count` ranks, or None. With `expert_parallel`, the ranks
+    divide the experts by number. Runs the code of the model without weights."""
     cls, own = language_model_class(config)
     try:
-        _plan_shard(cls, own, Shard(0, count))
+        _plan_shard(cls, own, Shard(0, count), expert_parallel)
     except ModelError as error:
         return str(error)
     return None
@@ -594,7 +575,7 @@ def _reason_against_sharding(config: Any, model: Any) -> str | None:
 
 
 def divide_context(model: Any, ranks: RankGroups, whole_output: bool = False) -> None:
-    """Let the ranks divide the context of every sequence. Raises ModelError if the attention of the model cannot be
+    """Divide the context of every sequence between the ranks. Raises ModelError if the attention of the model cannot be
     divided.
 
     If ranks do not also divide the weights, each rank computes the logits of a part of the vocabulary. With
@@ -618,32 +599,6 @@ def _check_context(model: Any) -> None:
         reason = refused("context parallel, encoder-decoder", model=type(model).__name__)
     if reason is not None:
         raise ModelError(f"{type(model).__name__}: {reason}")
-
-
-@contextmanager
-def _cut_weights(cuts: Cuts, whole: WholeModel) -> Iterator[None]:
-    """In this context, transformers cuts each weight after reading it, and the weight is recorded in `whole`. It reads
-    one weight after the other, so that at most one whole weight is in memory. Not safe while another thread loads a
-    model."""
-    from transformers import core_model_loading
-
-    original, variable = core_model_loading.set_param_for_module, "HF_DEACTIVATE_ASYNC_LOAD"
-    before = os.environ.get(variable)
-
-    def set_cut(model: Any, name: str, weight: torch.Tensor, *rest: Any) -> Any:
-        whole.record(name, weight)
-        return original(model, name, cuts.cut(name, weight), *rest)
-
-    core_model_loading.set_param_for_module = set_cut
-    os.environ[variable] = "1"
-    try:
-        yield
-    finally:
-        core_model_loading.set_param_for_module = original
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
 
 
 def _random(config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:

@@ -10,8 +10,8 @@ Keys and values do not depend on the format of weights: `kv_dtype` alone selects
 | mxfp4              | quantised on a GPU with `kernels`, else dequantised   | accelerate              |
 | bitsandbytes       | quantised                                             | bitsandbytes accelerate |
 | torchao            | quantised                                             | torchao accelerate      |
-| gptq               | quantised                                             | gptqmodel optimum       |
-| awq                | quantised                                             | gptqmodel accelerate    |
+| gptq, awq          | quantised with packages, else dequantised at loading  | gptqmodel optimum       |
+|                    | (`packed_integers`)                                   | accelerate              |
 | gguf (a file)      | dequantised at loading                                | gguf accelerate         |
 
 Other methods of transformers are tried, too.
@@ -23,6 +23,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from kvloom.models.specs import ModelError
+
+from .packed_integers import packed_config
 
 __all__ = ["check_packages", "prepare_quantisation", "quantisation_method"]
 
@@ -51,7 +53,7 @@ def quantisation_method(config: Any) -> str | None:
 
 def check_packages(method: str, model: str) -> None:
     """Raise ModelError if weights of this quantisation method need a package that is not installed."""
-    missing = [name for name in PACKAGES.get(method, ()) if find_spec(name.replace("-", "_")) is None]
+    missing = _missing(method)
     if missing:
         raise ModelError(
             f"{model}: its weights are quantised ({method}), and loading them needs packages that are not installed: "
@@ -59,14 +61,23 @@ def check_packages(method: str, model: str) -> None:
         )
 
 
+def _missing(method: str) -> list[str]:
+    return [name for name in PACKAGES.get(method, ()) if find_spec(name.replace("-", "_")) is None]
+
+
 def prepare_quantisation(config: Any, model: str) -> None:
     """Raise ModelError if the quantised weights of a checkpoint need a package that is not installed. Modifies
     `config`, so that compressed-tensors weights are dequantised at loading. Otherwise they would be dequantised in
-    the first step, after modules were fused."""
+    the first step, after modules were fused. GPTQ and AWQ weights whose package is not installed are dequantised at
+    loading, too."""
     method = quantisation_method(config)
     if method is None:
         return
-    check_packages(method, model)
     found = config.quantization_config
+    if method in ("gptq", "awq") and _missing(method):
+        fields = found if isinstance(found, dict) else found.to_dict()
+        config.quantization_config = packed_config({**fields, "quant_method": method}, model)
+        return
+    check_packages(method, model)
     if method == "compressed-tensors" and isinstance(found, dict):
         config.quantization_config = {"dequantize": True, **found}

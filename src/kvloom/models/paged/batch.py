@@ -37,7 +37,7 @@ class Work(NamedTuple):
     - `source`: if the only token is not on the host yet, its index among the tokens that the previous step sampled,
       else -1.
     - `images`: the images of the prompt, if any.
-    - `replayed`: the number of tokens at the start of `tokens` that are already computed. The sequence's length
+    - `recomputed`: the number of tokens at the start of `tokens` that are already computed. The sequence's length
       includes them. Only recurrent layers compute these tokens again, because their states do not cover the tokens yet.
       With `rewrites`, the K and V of the tokens are also written again, because a draft model may lack them.
     - `drafts`: the number of tokens at the end of `tokens` that are a draft. Recurrent layers do not store a state for
@@ -54,7 +54,7 @@ class Work(NamedTuple):
     tokens: Ints
     source: int = -1
     images: ImageInputs | None = None
-    replayed: int = 0
+    recomputed: int = 0
     drafts: int = 0
     rewrites: bool = False
     skipped: int = 0
@@ -65,7 +65,7 @@ class Work(NamedTuple):
     @property
     def new_tokens(self) -> int:
         """Number of tokens after the sequence's length, without drafts."""
-        return len(self.tokens) - self.replayed - self.drafts
+        return len(self.tokens) - self.recomputed - self.drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class Batch:
     drafts: tuple[int, ...] = ()
     longest: int = 1
     stored: torch.Tensor | None = None
-    replays: bool = False
+    recomputes: bool = False
     """Whether some tokens of the step are already computed. Only recurrent layers compute them again."""
     trees: torch.Tensor | None = None
     previous: torch.Tensor | None = None
@@ -174,7 +174,7 @@ class Batch:
         lengths = np.array(self.sizes)
         if self.bounds[-1] == len(self.sizes):
             return np.arange(len(lengths)), lengths
-        if not self.drafts or self.replays or self.bounds[-1] != len(self.sizes) + sum(self.drafts):
+        if not self.drafts or self.recomputes or self.bounds[-1] != len(self.sizes) + sum(self.drafts):
             return None
         counts = np.array(self.drafts) + 1
         rows = np.arange(len(counts)).repeat(counts)
@@ -186,7 +186,7 @@ PROMPT_ROWS = 32
 states of all chunks of these prompts."""
 DRAFT_STEP_TOKENS = 256
 """Largest number of tokens in a replayed step with drafts."""
-REPLAYED = -2
+RECOMPUTED = -2
 """Source of a token that is already computed. Its K and V must not be written again, so they are written to page 0,
 which no sequence uses."""
 
@@ -254,8 +254,8 @@ class BatchBuilder:
     - `mirrored`: the device has its own copy of the block tables, as on a GPU. Otherwise the tables of the
       cache are used.
     - `shifted`: images shift rotary positions.
-    - `tree_columns`: for steps that replay a CUDA graph and have draft trees, the largest number of tokens of a
-      sequence, a multiple of 4. 0 means that such steps have no trees.
+    - `tree_columns`: the largest number of tokens of a sequence in steps with draft trees that replay a CUDA graph. A
+      multiple of 4. 0 means that such steps have no trees.
     - `adapted`: sequences may use LoRA adapters.
     """
 
@@ -327,8 +327,8 @@ class BatchBuilder:
             if numbers.adapters is not None:
                 batch = replace(batch, adapters=AdapterRows.of(self._slots[:tokens]))
             if numbers.drafts:
-                replays = bool((numbers.source == REPLAYED).any())
-                batch = replace(batch, drafts=numbers.drafts, replays=replays)
+                recomputes = bool((numbers.source == RECOMPUTED).any())
+                batch = replace(batch, drafts=numbers.drafts, recomputes=recomputes)
         if numbers.trees is not None:
             trees = numbers.trees
             batch = _with_trees(
@@ -579,8 +579,8 @@ class BatchBuilder:
             raise ValueError(f"sequence {int(np.flatnonzero(counts == 0)[0])} of the step has no tokens")
         block_tables = self.cache.block_tables
         rows = np.array([work.sequence.row for work in works])
-        before = block_tables.length[rows] + [work.skipped - work.replayed for work in works]
-        kept = [0 if work.rewrites else work.replayed for work in works]
+        before = block_tables.length[rows] + [work.skipped - work.recomputed for work in works]
+        kept = [0 if work.rewrites else work.recomputed for work in works]
         starts = np.concatenate(([0], counts.cumsum()))
         lengths = before + counts
         if (lengths > block_tables.blocks[rows] * self._block).any() or (
@@ -592,7 +592,7 @@ class BatchBuilder:
         source[starts[:-1]] = [work.source for work in works]
         positions = before[row_of] + np.arange(starts[-1]) - starts[row_of]
         if any(kept):
-            source[positions < (before + kept)[row_of]] = REPLAYED
+            source[positions < (before + kept)[row_of]] = RECOMPUTED
         drafts = tuple(work.drafts for work in works)
         return _StepNumbers(
             np.concatenate([work.tokens for work in works]),
@@ -690,7 +690,7 @@ class BatchBuilder:
         row_tables = np.ascontiguousarray(self.cache.page_tables[:, numbers.rows, :blocks])
         block, places = np.divmod(numbers.positions, self._block)
         at = np.ascontiguousarray(row_tables[:, numbers.row_of, block], dtype=np.int64)
-        at[:, numbers.source == REPLAYED] = 0
+        at[:, numbers.source == RECOMPUTED] = 0
         tables, pages = torch.from_numpy(row_tables), torch.from_numpy(at)
         slots = torch.from_numpy(at * self._block + places)
         states = torch.from_numpy(numbers.states.astype(np.int64))
@@ -717,7 +717,7 @@ class BatchBuilder:
             sizes=tuple(numbers.lengths.tolist()),
             rotary=None if shifts is None else torch.from_numpy(shifts),
             drafts=numbers.drafts,
-            replays=bool((numbers.source == REPLAYED).any()),
+            recomputes=bool((numbers.source == RECOMPUTED).any()),
             adapters=None if numbers.adapters is None else AdapterRows.on_host(numbers.adapters),
         )
 
@@ -763,7 +763,7 @@ class BatchBuilder:
         if chosen is not None:
             ids = torch.where(source < 0, ids, chosen[source.clamp(min=0)])
         tables = self._tables[:, :, :blocks].index_select(1, of)
-        pages = tables[:, row_of, positions // self._block].long().masked_fill_(source == REPLAYED, 0)
+        pages = tables[:, row_of, positions // self._block].long().masked_fill_(source == RECOMPUTED, 0)
         places = positions % self._block
         slots = pages * self._block + places
         states = states.view(self._states, rows).long()

@@ -56,7 +56,7 @@ FIXED_ROPE = "settled"
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """The rope types whose frequencies transformers updates."""
 INDEXER = "an indexer selects the tokens that its layers read"
-_NO_CACHE = "it has no K and V of earlier tokens: each new token computes the whole text again"
+_NOT_CAUSAL = "earlier tokens attend to later ones, so the K and V of a text change with each new token"
 _CODEBOOKS = "its tokens are frames of sound, with one number from each of several codebooks"
 _DRAFT = "it reads the K and V of another model, for which it drafts tokens"
 REFUSED_FAMILIES = {
@@ -66,17 +66,17 @@ REFUSED_FAMILIES = {
     "gemma4_unified_assistant": _DRAFT,
     "musicgen": _CODEBOOKS,
     "musicgen_melody": _CODEBOOKS,
-    "openai-gpt": _NO_CACHE,
     "prophetnet": "it computes a prompt differently from the same tokens one after the other",
     "reformer": "its cache has hidden states in hash buckets, and no K and V",
-    "xlm": _NO_CACHE,
-    "xlnet": _NO_CACHE,
+    "xlm": _NOT_CAUSAL,
+    "xlnet": _NOT_CAUSAL,
 }
 """Model types that cannot run, and the reason. A type is listed only if the probe would give a misleading reason."""
 _OTHER_STATES = "it keeps its states in a place of its own"
 SEPARATE: dict[str, str] = {
     "qwen4_exp": INDEXER,
     "qwen4_exp_text": INDEXER,
+    "openai-gpt": "its modeling code has no cache",
     "recurrent_gemma": _OTHER_STATES,
     "rwkv": _OTHER_STATES,
     "whisper": "it counts the positions of tokens itself",

@@ -49,8 +49,8 @@ class _Part(NamedTuple):
 
 
 class MixerSteps:
-    """Divides a step into parts for recurrent layers (mixers). The parts are computed when the first layer needs them.
-    All layers with the same block table share them.
+    """Divides a step into parts for recurrent layers (mixers). The division is computed when the first layer needs it.
+    All layers with the same block table share the division.
 
     | part          | sequences and tokens                                                | states           |
     |---------------|---------------------------------------------------------------------|------------------|
@@ -76,7 +76,8 @@ class MixerSteps:
         return self._known[of]
 
     def _replayed_parts(self, view: LayerView) -> list[StatePart]:
-        """Return the parts of a replayed step with prompts. For other steps, return an empty list."""
+        """Return the parts of a step with prompts that a CUDA graph replays: single tokens, and prompts. For other
+        steps, return an empty list."""
         group, run = view.group, view.run
         return [
             StatePart(StateRows(part.starts, part.read[group][run], part.write[group][run], part.longest))
@@ -141,8 +142,8 @@ class MixerSteps:
 
 
 def _aligned(x: torch.Tensor, part: slice) -> torch.Tensor:
-    """Return a part of `x`. Copied unless it begins where `x` begins: kernels are compiled once more for addresses that
-    are not aligned."""
+    """Return a part of `x`. The part is copied unless it begins where `x` begins, because Triton compiles a second
+    kernel for addresses that are not aligned."""
     return x[part].clone() if part.start else x[part]
 
 

@@ -9,6 +9,7 @@
 | RWKV           | a list of tensors that `forward` takes and returns    | `RwkvCache`           |
 | xLSTM          | tensors in a cache class of its own                   | `XlstmCache`          |
 | RecurrentGemma | attributes of its modules; K and V are in a cache     | `RecurrentGemmaCache` |
+| OpenAI GPT     | not kept: its attention gets a cache of K and V       | `OpenAIGPTCache`      |
 
 Encoder-decoder models have an `EncoderDecoderSequenceCache`. It also has the K and V of the encoder's tokens.
 
@@ -18,6 +19,7 @@ All tensors of states have a first dim of 1, the batch.
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -316,6 +318,32 @@ class RecurrentGemmaCache(SequenceCache):
             self._modules[i].rg_lru.recurrent_states = fields["recurrent"]
 
 
+class OpenAIGPTCache(SequenceCache):
+    """The cache of OpenAI GPT, whose modeling code has none. Its attention modules get another `_attn`, which adds the
+    new keys and values to the cache of the sequence that is computed."""
+
+    def arguments(self) -> dict[str, Any]:
+        for number, block in enumerate(self._model.transformer.h):
+            block.attn._attn = partial(self._attend, block.attn, number)
+        return {}
+
+    def take_result(self, result: Any) -> None:
+        for block in self._model.transformer.h:
+            del block.attn._attn  # the method of its class is left
+
+    def _attend(
+        self, module: Any, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
+    ) -> list[torch.Tensor]:
+        """Return causal attention of new queries over all tokens. Keys are [1, heads, dim, tokens]."""
+        keys, values = self.cache.update(key.transpose(2, 3), value, layer)
+        new, every = query.shape[2], keys.shape[2]
+        scores = query @ keys.transpose(2, 3)
+        if module.scale:
+            scores = scores / math.sqrt(value.shape[-1])
+        later = torch.ones(new, every, dtype=torch.bool, device=scores.device).triu(every - new + 1)
+        return [scores.masked_fill(later, -1e4).softmax(-1) @ values]
+
+
 class Qwen4Cache(SequenceCache):
     """The cache of Qwen4. The first layer with an indexer also stores the positions of all tokens. One of the
     convolution states (`conv_2`) contains token ids."""
@@ -399,6 +427,7 @@ _CLASSES: dict[str, type[SequenceCache]] = {
     "deepseek_v4": DeepseekV4Cache,
     "qwen4_exp": Qwen4Cache,
     "qwen4_exp_text": Qwen4Cache,
+    "openai-gpt": OpenAIGPTCache,
     "recurrent_gemma": RecurrentGemmaCache,
     "rwkv": RwkvCache,
     "xlstm": XlstmCache,

@@ -3,8 +3,8 @@
 | module                         | its output on a rank   | what is added                                      |
 |--------------------------------|------------------------|----------------------------------------------------|
 | linear layer with cut inputs   | a term of the output   | the terms of all ranks are summed                  |
-| experts whose last product has | a term of the output   | the terms of all ranks are summed                  |
-| cut inputs                     |                        |                                                    |
+| experts with a part of their   | a term of the output   | the terms of all ranks are summed                  |
+| width, or some whole experts   |                        |                                                    |
 | norm over a cut dimension      | needs the inputs of    | all ranks gather the inputs before the norm; then  |
 |                                | all ranks              | each rank keeps its values of the result           |
 | output matrix                  | the logits of a part   | all ranks gather the logits of the whole           |
@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn import functional
 
 from .cuts import Cuts, Range, cut_axis
+from .experts import is_mixture
 from .ranks import RankGroups, Ranks
 from .whole_model import whole_of
 
@@ -79,7 +80,7 @@ def install_collectives(model: Any, whole: Any, cuts: Cuts, ranks: Ranks, whole_
         if type(module) is nn.Linear and 1 in cuts.axes(f"{name}.weight"):
             module.__class__ = _SummedLinear
             vars(module)["ranks"] = ranks
-        elif (cuts.axes(f"{name}.down_proj")) and _is_experts(module):
+        elif (cuts.axes(f"{name}.down_proj")) and is_mixture(module):
             module.register_forward_hook(lambda _, __, found: ranks.sum(found))
             if ranks.shard.rank and isinstance(getattr(module, "identity_expert", None), nn.Identity):
                 module.identity_expert = _Zero()
@@ -91,10 +92,6 @@ def install_collectives(model: Any, whole: Any, cuts: Cuts, ranks: Ranks, whole_
 
 def _is_linear(module: Any) -> bool:
     return type(module) is nn.Linear
-
-
-def _is_experts(module: Any) -> bool:
-    return isinstance(module.down_proj, torch.Tensor) and module.down_proj.dim() == 3
 
 
 class _Zero(nn.Module):

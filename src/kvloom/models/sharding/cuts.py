@@ -19,6 +19,7 @@ from torch import nn
 
 from kvloom.models.specs import ModelError
 
+from .experts import is_mixture
 from .ranks import Shard
 
 __all__ = ["Cuts", "Range", "computed_buffers", "cut_axis", "find_cuts"]
@@ -144,7 +145,8 @@ def _parts(
     if sizes[0] and sizes[1]:
         return sizes[0], sizes[1]
     other = dict(_tensors(own))[name]
-    count = 2 if _is_pair(whole.get_submodule(path), leaf) else 1
+    is_expert = axis == 0 and is_mixture(whole.get_submodule(path))  # the axis of the experts has one part
+    count = 2 if _is_pair(whole.get_submodule(path), leaf) and not is_expert else 1
     return [tensor.shape[axis] // count] * count, [other.shape[axis] // count] * count
 
 

@@ -32,13 +32,23 @@ class WholeModel:
         """Record a whole weight, before it is cut."""
         self.weights[name] = tuple(weight.shape), sample_weight(weight)
 
+    def record_part(self, name: str, part: torch.Tensor, index: int, count: int) -> None:
+        """Record one of `count` equal parts [1, ...] of the first axis of a weight. The result is that of `record`, if
+        the parts are recorded in order."""
+        if index == 0:
+            self.weights[name] = (count, *part.shape[1:]), part.new_empty(0)
+        shape, sample = self.weights[name]
+        step, begin = max(1, count * part.numel() // SAMPLES), index * part.numel()
+        found = part.detach().reshape(-1)[-begin % step :: step]
+        self.weights[name] = shape, torch.cat([sample, found])[:SAMPLES]
+
 
 def whole_of(model: Any) -> WholeModel | None:
-    """Return the whole model, of which `model` is the part of a rank. None for a model that is not divided."""
+    """Return the data of the whole model, if `model` is the part of a rank. None for a model that is not divided."""
     found: WholeModel | None = vars(model).get("whole")
     return found
 
 
 def set_whole(model: Any, whole: WholeModel) -> None:
-    """Set the whole model, of which `model` is a part."""
+    """Store in `model`, which is the part of a rank, the data of the whole model (`whole_of` returns it)."""
     vars(model)["whole"] = whole

@@ -468,8 +468,8 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def _add_layer_inputs(model: Any) -> None:
-    """Give a model whose layers also read the ids of tokens (Gemma 3n and 4) these inputs in steps with images, because
-    it cannot derive them from embeddings. Repeated calls are allowed."""
+    """In steps with images, pass the ids of tokens to a model whose layers also read them (Gemma 3n and 4). The model
+    cannot derive ids from embeddings. Repeated calls are allowed."""
     if vars(model).get("adds_layer_inputs"):
         return
     text = model.base_model.language_model

@@ -50,8 +50,12 @@ def screen(state: State, requests: list[State] | None, mode: str = "kind", note:
         Layout(_titled("pool", _Map(engine, mode), _pool(engine)), ratio=2),
         Layout(_titled("tiers, and why lookups ended", _tiers(engine, state["totals"]), "")),
     )
+    branches = engine["tree"]["nodes"]
     whole["below"].split_row(
-        Layout(_titled("prefix tree", _Tree(engine), f"{engine['tree']['nodes']:,} branches"), ratio=1),
+        Layout(
+            _titled("prefix tree", _Tree(engine), f"{branches:,} branch{'' if branches == 1 else 'es'}"),
+            ratio=1,
+        ),
         Layout(_titled("requests", _Requests(requests), ""), ratio=1),
     )
     return whole

@@ -39,11 +39,11 @@ class CacheSnapshot:
         return _encode(snapshot)
 
     def _adapters(self, cached: dict[str, int]) -> list[dict[str, Any]]:
-        """Return the base model, whose name is "", and the LoRA adapters, each with its cached bytes. The list is empty
-        if the engine has no adapters. All blocks of an activated LoRA count as blocks of the base model.
+        """Return the cached bytes of the base model, whose name is "", and of each LoRA adapter. The list is empty if
+        the engine has no adapters. All blocks of an activated LoRA count as blocks of the base model.
 
-        `cached` maps values of `CacheControl.adapter` to bytes. For a LoRA adapter, the value ends with the digest of
-        the adapter."""
+        The keys of `cached` are values of `CacheControl.adapter`, and its values are bytes. The key of a LoRA adapter
+        ends with the digest of the adapter."""
         infos = adapter_infos(self._engine)
         if not infos:
             return []

@@ -284,7 +284,9 @@ class DiskTier(Tier):
                     busy.append(index)
             store.begin_reads([record for _, record in found])
         transfer.settle(missing, Outcome.MISSING)
-        transfer.settle(wrong, Outcome.LAYOUT, "the stored head does not match the requested form")
+        transfer.settle(
+            wrong, Outcome.LAYOUT, "the stored page has another form (byte layout) than the requested one"
+        )
         for index, record in plain:
             store.remove(record.head.key, record)
             transfer.settle(index, Outcome.UNTRUSTED, f"{self.name}: {describe_outcome(Outcome.UNTRUSTED)}")

@@ -114,7 +114,7 @@ def _records(
 
 
 def replaces(files: Files, record: Record, before: Record | None) -> bool:
-    """Return whether `record` replaces `before`, an earlier copy of the same page or None. A verified record
+    """Return whether `record` replaces `before`, which is an earlier copy of the same page, or None. A verified record
     always replaces `before`. A record that is not verified replaces `before` only if the bytes of `before` are
     damaged. If `before` is not verified either, its bytes are read and checked. If they are intact, `before` is
     marked as verified."""

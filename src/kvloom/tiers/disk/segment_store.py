@@ -1,7 +1,7 @@
 """The segments of a disk tier and their index: positions of pages, recovery after a crash, eviction.
 
-One thread appends frames, starts segments and evicts. Any thread may look up pages. When a segment is started, the
-store also frees space for the segment after it. The files therefore never exceed the capacity. A tenant with a share
+One thread appends frames, starts segments and evicts. Any thread may look up pages. When a segment is created, the
+store also evicts until the next segment fits. The files therefore never exceed the capacity. A tenant with a share
 has its own segments. This module does not depend on transfers.
 """
 
@@ -312,7 +312,7 @@ class SegmentStore:
             self._free_space(owner, copy_forward=False)
 
     def _start_segment(self, owner: SegmentOwner) -> None:
-        """Start a new current segment file, and free space for the segment file after it."""
+        """Create a segment file that becomes the current segment. Then evict, so that one more segment fits."""
         owner.check_limit(owner.segment_bytes)
         before, owner.current = owner.current, None
         if before is not None:
@@ -338,7 +338,7 @@ class SegmentStore:
         self._free_space(owner, self._config.copy_forward)
 
     def _free_space(self, owner: SegmentOwner, copy_forward: bool) -> None:
-        """Remove expired segments. Then evicts segments until one more segment fits into the capacity, and into the
+        """Remove expired segments. Then evict segments until one more segment fits into the capacity, and into the
         limit of the owner's share."""
         self.remove_expired()
         limit = self._config.capacity - self._config.segment_bytes

@@ -50,7 +50,7 @@ class PageValues:
 
     @property
     def bytes(self) -> int:
-        """Number of bytes of one page's values. For a recurrent state, this is the size of its layers."""
+        """Number of bytes of one page's values. A page with a recurrent state counts without its padding."""
         if not self.page.tokens:
             return self.page.layers * self.page.layer_bytes
         each = self.page.layers * self.page.tokens

@@ -19,10 +19,10 @@ function hitRate(series, n, end = series.prompt_rate.length) {
 /** The latest value that was measured; since the start if none was in ten minutes. */
 const latest = (values, total) => values.findLast((v) => v !== null) ?? total ?? null;
 
-function latency(id, title, hue) {
+function latency(id, title, hue, of = "") {
   const at = (x, totals, q) => seconds(latest(x[`${id}_${q}`], totals.latency[id]?.[q]));
   return { id, title, lines: [[`${id}_p50`, hue, "p50"], [`${id}_p95`, "red", "p95"]], beside: [[`${id}_p99`, "", "p99"]], show: seconds,
-    figure: (x, totals) => at(x, totals, "p50"), unit: (x, totals) => `p50 · p95 ${at(x, totals, "p95")} · p99 ${at(x, totals, "p99")}` };
+    figure: (x, totals) => at(x, totals, "p50"), unit: (x, totals) => `p50${of} · p95 ${at(x, totals, "p95")} · p99 ${at(x, totals, "p99")}` };
 }
 
 const hit = { id: "hit", title: "Hit rate", top: 1, lines: [["hit_rate", "green", "of prompt tokens"]], show: (x) => percent(x),
@@ -55,7 +55,7 @@ export const FLEET = {
     { id: "rate", title: "Requests answered", lines: [["request_rate", "blue", "requests"]], beside: [["prompt_rate", "", "prompt tokens"]], show: perSecond,
       figure: (x) => perSecond(mean(last(x.request_rate, 5))), unit: (x, totals) => `${compact(totals.requests)} since the start · ${compact(mean(last(x.prompt_rate, 5)))} prompt tokens/s` },
     load,
-    latency("ttft", "Time to first token", "orange"),
+    latency("ttft", "Time to first token", "orange", " of streams"),
     latency("overhead", "Spent in the router", "yellow"),
     { id: "handed", title: "Hand-overs", lines: [["hand_over_rate", "green", "prompts"]], show: perSecond,
       figure: (x) => perSecond(mean(last(x.hand_over_rate, 5))), unit: (x, totals) => `prefill → decode · ${compact(totals.hand_overs)} since the start` },

@@ -1,4 +1,5 @@
-"""The decisions that the offload manager returns to the scheduler."""
+"""What a request does next while tiers have some of its pages: compute, wait, or resume. The offload manager returns
+this to the scheduler. `load_or_recompute.py` compares the times of loading and recomputing."""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ ALL = 2 * computing(BUDGET)
 
 @dataclass
 class Run:
-    """A prompt of LENGTH tokens on a device that computes them and a disk that gives `ratio` times as many in the same time, in
-    strips. `believed`: the disk's speed before anything came, None for unknown; what comes is believed over a quarter of a
-    second, as a lane does. `at_once` tokens come from a cache."""
+    """A prompt of LENGTH tokens, on a device that computes tokens and a disk that loads `ratio` times as many in the
+    same time, in chunks. `believed` is the assumed speed of the disk before the first chunk, or None if it is unknown.
+    Measured speeds count over a quarter of a second, as in a tier queue. `at_once` tokens are cached."""
 
     ratio: float
     believed: float | None
@@ -96,7 +96,7 @@ def test_decision_is_never_much_slower_than_recomputing(ratio: float, belief: st
 def test_known_throughput_meets_nearly_optimally(ratio: float, ahead: bool) -> None:
     run = Run(ratio, ratio, ahead)
     best = ALL / (1 + ratio)
-    steps = 3 * BASE + 2 * EACH * LENGTH / 32  # a strip, and the steps that come between
+    steps = 3 * BASE + 2 * EACH * LENGTH / 32  # a chunk, and the steps in between
     assert run.seconds() <= best + steps
     assert run.waited <= EACH * LENGTH / 16 if ratio < 1 else True
 
