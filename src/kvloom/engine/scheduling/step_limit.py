@@ -24,7 +24,7 @@ from kvloom.core import StepSize, StepTimes
 
 __all__ = ["FIRST_TOKENS", "LEAST_ROWS", "LEAST_TOKENS", "StepLimit"]
 
-SHARED_SECONDS, ALONE_SECONDS = 0.01, 0.03
+SHARED_SECONDS, ALONE_SECONDS = 0.01, 0.05
 LEAST_TOKENS, LEAST_ROWS = 16, 4
 """A step may always compute this many prompt tokens, and decode this many requests."""
 MULTIPLE = 8
