@@ -192,7 +192,7 @@ def test_pages_are_complete_while_the_controller_is_off(how: str, ahead: bool, t
     assert engine.speculation is not None
     assert engine.speculation.controller is not None
     engine.speculation.controller.reasons[how] = "off"
-    engine.speculation.controller._off[how] = _TurnedOff(requests=1, value=1.0, steps=-1000)
+    engine.speculation.controller._off[how] = _TurnedOff(requests=1, value=1.0, wait=100, steps=-1000)
     request = engine.add(list(range(3, 40)), SamplingParams(max_tokens=40, **GREEDY))
     engine.run()
     assert not request.draft_tokens

@@ -58,7 +58,7 @@ def test_pages_are_the_same_with_graphs_and_ahead(family: str, drafting: bool, t
     assert engine.speculation.controller is not None
     name = how.partition("=")[0]
     engine.speculation.controller.reasons[name] = "off"
-    engine.speculation.controller._off[name] = _TurnedOff(requests=8, value=1.0, steps=-1000)
+    engine.speculation.controller._off[name] = _TurnedOff(requests=8, value=1.0, wait=100, steps=-1000)
     if drafting:
         fixed(engine)
     engine.prepare()

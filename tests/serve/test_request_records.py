@@ -218,7 +218,7 @@ def test_the_waterfall_of_a_request_covers_its_phases(observed: Observed) -> Non
     assert all(phase["start_s"] >= end - 1e-5 for phase, end in zip(phases, ends, strict=False))
     assert ends[-1] <= record["total_s"] + 1e-5
     text = explain(server, id_).stdout
-    assert re.search(r"^  prefill .* 200 tokens .*█", text, re.MULTILINE), text
+    assert re.search(r"^  prefill .* \d+ tokens .*█", text, re.MULTILINE), text
 
 
 def test_phases_of_loads_and_of_open_requests() -> None:
