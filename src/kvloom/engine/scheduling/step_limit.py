@@ -13,7 +13,8 @@ short step.
 Suppose that a tenant alone gets its first token after a step with `fixed` and `prompt` seconds. Half of a machine would
 take twice this time. Beside other tenants, the tenant waits for the end of a step, and its own step also decodes
 requests of other tenants. All limits follow from `fixed`, so the sum stays at about twice the time of half of a machine.
-Smaller steps would waste most of the time. Fast devices never reach these limits.
+Smaller steps would waste most of the time. A fast device decodes all requests in most steps, and reaches only the limit
+of prompt tokens.
 """
 
 from __future__ import annotations

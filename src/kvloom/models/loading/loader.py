@@ -713,5 +713,5 @@ def _first_line(error: Exception) -> str:
     """Return the first line of an error message, and the package that it asks to install."""
     text = str(error)
     line = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
-    asked = re.search(r"pip install [\w.-]+", text)
-    return line if asked is None or asked[0] in line else f"{line.rstrip(':')}: {asked[0]}"
+    command = re.search(r"pip install [\w.-]+", text)
+    return line if command is None or command[0] in line else f"{line.rstrip(':')}: {command[0]}"
